@@ -84,7 +84,7 @@ def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) ->
     (action,) = (action for action in actions(parser) if action.dest == "method")
     listed = "; ".join(f"{name}: {method.help}" for name, method in methods.items())
     action.help = f"{action.help} {listed}."
-    for name, settings in _sections(methods):
+    for name, settings in _method_sections(methods):
         parser.add_class_arguments(settings, name)
 
 
@@ -93,8 +93,8 @@ def parse_run(
 ) -> tuple[RunConfig, argparse.Namespace]:
     """Parse the main job's command line: the configuration, and the flags recipe, dry_run, check and json, and notes.
 
-    `script` is the file that a launcher was given, None for `llmdistill train`. `recipe` is None for a run without one:
-    the embedded example is only for runs that name no teacher or data.
+    `script` is the file that a launcher runs, None for `llmdistill train`. `recipe` is None for a run without one: the
+    embedded example is only for runs that name no teacher or data.
     """
     topic = asked_help(arguments)
     if topic is not None:
@@ -119,32 +119,34 @@ def parse_run(
     recipes = {} if name is None else extended(parser, recipe_path(name))
     layers = [(flattened(values), ["--recipe", str(file)]) for file, values in recipes.items()]
     settings = settings_of(RunConfig)
-    for method, kind in _sections(methods):
+    for method, kind in _method_sections(methods):
         settings |= settings_of(kind, f"{method}.")
     below: dict[str, Any] = {}
     words: list[str] = []
-    for given, own in (*layers, (typed, rest)):
-        back = overrides.taken_back(given, below, settings)
-        words += [*overrides.flags(back), *own]
-        below |= {**back, **given}
-    parsed = _parsed(parser, words)
+    # One command line for jsonargparse, which lets a later word win: before each layer stand the defaults of the settings
+    # that it takes back.
+    for layer, layer_words in (*layers, (typed, rest)):
+        back = overrides.taken_back(layer, below, settings)
+        words += [*overrides.flags(back), *layer_words]
+        below |= {**back, **layer}
+    parsed = _parse_words(parser, words)
     if parsed.output_dir is None:
         folder = "own" if name is None else name if name in recipe_names() else Path(name).stem
         parsed.output_dir = f"runs/{folder}-{Path(parsed.ds_config).stem}"
     if parsed.check and not parsed.dry_run:
         raise UserError("--check belongs to --dry_run: add that, or start llmdistill doctor with the same settings")
-    said = argparse.Namespace(recipe=name, **{key: parsed[key] for key in ("dry_run", "check", "json")})
-    said.notes = repeated(rest)
-    return build(parsed, RunConfig, methods), said
+    run_flags = argparse.Namespace(recipe=name, **{key: parsed[key] for key in ("dry_run", "check", "json")})
+    run_flags.notes = repeated(rest)
+    return build(parsed, RunConfig, methods), run_flags
 
 
 def about_recipe(flags: argparse.Namespace) -> str:
-    """Where the settings of a run come from, as the first lines of what it prints; `flags` are those of `parse_run`."""
+    """Return the first lines that a run prints: where its settings come from. `flags` are those of `parse_run`."""
     name = flags.recipe
-    said = f"{name}{', the embedded example' if name == DEFAULT_RECIPE else ''}"
+    source = f"{name}{', the embedded example' if name == DEFAULT_RECIPE else ''}"
     if name is None:
-        said = "none: the defaults of llmdistill, and what the command line says"
-    return "\n".join([f"Recipe      {said}", *(f"Note        {note}" for note in flags.notes)])
+        source = "none: the defaults of llmdistill, and what the command line says"
+    return "\n".join([f"Recipe      {source}", *(f"Note        {note}" for note in flags.notes)])
 
 
 def split_words(arguments: Sequence[str], names: Collection[str]) -> tuple[list[str], list[str]]:
@@ -161,17 +163,17 @@ def split_words(arguments: Sequence[str], names: Collection[str]) -> tuple[list[
 
 
 def parse_own(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    """Parse the flags of a command that also takes the settings of a run; returns their values and the other words."""
+    """Parse the flags of a command that also takes the settings of a run; return their values and the other words."""
     names = {flag.removeprefix("--").split(".")[0] for action in actions(parser) for flag in action.option_strings}
     own, rest = split_words(arguments, names)
     _note_repeated(arguments)
-    return _parsed(parser, own), rest
+    return _parse_words(parser, own), rest
 
 
 def typed_command(script: str | None, arguments: Sequence[str]) -> str:
-    """The shell command that starts a run with these arguments on the same number of ranks.
+    """Return the shell command that starts a run with these arguments on the same number of ranks.
 
-    `script` is the file that a launcher was given; None, or a rank of `llmdistill train`: that command.
+    `script` is the file that a launcher runs, None for `llmdistill train`, whose command its ranks return, too.
     """
     ranks = os.environ.get("WORLD_SIZE", "1")
     words = [word for word in arguments if not word.startswith("--local_rank")]
@@ -182,15 +184,15 @@ def typed_command(script: str | None, arguments: Sequence[str]) -> str:
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    """Calls `parser.parse_args` and gives its errors as one sentence; a list may be written `a,b` or `[a,b]`.
+    """Call `parser.parse_args`, and raise its errors as one sentence; a list may be written `a,b` or `[a,b]`.
 
-    A note on stderr names each flag that is given more than once.
+    A note on stderr names each flag that occurs more than once.
     """
     _note_repeated(arguments)
-    return _parsed(parser, arguments)
+    return _parse_words(parser, arguments)
 
 
-def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
+def _parse_words(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     hide_stubs(parser)
     for word in arguments:
         check_plain(word, "the command line")
@@ -202,19 +204,19 @@ def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     for word in arguments:
         flag, equals, value = word.partition("=")
         if equals and flag in flags:
-            words.append(f"{flag}={_as_list(value)}")
+            words.append(f"{flag}={_write_as_list(value)}")
         else:
-            words.append(_as_list(word) if words and words[-1] in flags else word)
+            words.append(_write_as_list(word) if words and words[-1] in flags else word)
     try:
         return parser.parse_args(words)
     except _NOT_PARSED as error:
         for key, value in typed.items():
             check_plain(value, key)  # the parser does not name the key of a number that is too large
-        said = one_sentence(str(error))
+        message = one_sentence(str(error))
         for action in actions(parser):
             if not action.option_strings:  # a word without a flag, as the usage shows it
-                said = said.replace(f"--{action.dest}", action.dest.upper())
-        raise UserError(said) from error
+                message = message.replace(f"--{action.dest}", action.dest.upper())
+        raise UserError(message) from error
 
 
 def _note_repeated(words: Sequence[str]) -> None:
@@ -230,7 +232,7 @@ def repeated(words: Sequence[str]) -> list[str]:
     return [f"{flag} is given {count} times: the last one counts" for flag, count in counts.items() if count > 1]
 
 
-def _as_list(value: str) -> str:
+def _write_as_list(value: str) -> str:
     return value if value.startswith(("[", "--")) or value == "null" else f"[{value}]"
 
 
@@ -245,12 +247,12 @@ def build(
         methods: all methods, if the configuration has a section for each of them (see `add_config`).
         prefix: what the user types before the name of a field, for error messages.
     """
-    given = values.as_dict() if isinstance(values, Namespace) else values
+    by_name = values.as_dict() if isinstance(values, Namespace) else values
     built: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         part, key = field.default_factory, f"{prefix}{field.name}"
-        if field.name in given:
-            value = given[field.name]
+        if field.name in by_name:
+            value = by_name[field.name]
             # The type of a nested section is the default factory of its field.
             if is_dataclass(part):
                 built[field.name] = build(value, part, prefix=f"{key}.")
@@ -261,14 +263,14 @@ def build(
                 check_taken(field, value, key)
                 section = field.metadata.get(VALUES)
                 if section is not None:
-                    value = {name: build(each, section, prefix=f"{key}.{name}.") for name, each in value.items()}
+                    value = {name: build(entry, section, prefix=f"{key}.{name}.") for name, entry in value.items()}
                 built[field.name] = value
     if "betas" in built:
         built["betas"] = tuple(built["betas"])
     if methods is not None:
         built["method_settings"] = {
-            name: build(given.get(name, {}), settings, prefix=f"{prefix}{name}.")
-            for name, settings in _sections(methods)
+            name: build(by_name.get(name, {}), settings, prefix=f"{prefix}{name}.")
+            for name, settings in _method_sections(methods)
         }
     return checked(kind, built, methods, prefix=prefix)
 
@@ -288,13 +290,13 @@ def checked(
     return cast(_Config, config)
 
 
-def _sections(methods: MethodTable) -> list[tuple[str, type[Any]]]:
-    """The methods that have settings, with the types of these settings."""
+def _method_sections(methods: MethodTable) -> list[tuple[str, type[Any]]]:
+    """Return the methods that have settings, with the types of these settings."""
     return [(name, method.settings) for name, method in methods.items() if method.settings is not None]
 
 
 def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config:
-    """Returns a section of a configuration with some values changed, which are checked like those of a recipe.
+    """Return a section of a configuration with some values changed, which are checked like those of a recipe.
 
     `key` is the dotted key of the section for error messages; empty for names without a section.
     """
@@ -332,8 +334,8 @@ def config_of(
         derived: what settings and keywords replace, by dotted key.
     """
     method = str(settings.get("method", ""))
-    own = _sections({method: methods[method]}) if method in methods else []
-    # Of the scoring this one alone: a batch_size or a limit could as well be the training's.
+    own = _method_sections({method: methods[method]}) if method in methods else []
+    # The only keyword for the scoring, because a batch_size or a limit could as well mean the training's.
     keys = {"decoding": "scoring.decoding"}
     sections: list[tuple[str, type[Any]]] = [*own, ("data", DataConfig), ("train", TrainConfig)]  # the last one wins
     for section, kind in sections:
@@ -354,18 +356,18 @@ def method_settings(
 
     Settings are given by dotted key (`{"minilm.attention": 2.0}`), those of the main method also as keywords.
     """
-    given: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for key, value in {**settings, **{f"{names[0]}.{name}": each for name, each in keywords.items()}}.items():
+    by_method: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in {**settings, **{f"{names[0]}.{name}": keyword for name, keyword in keywords.items()}}.items():
         method, _, name = key.partition(".")
         own = methods[names[0]].settings is not None
-        if method not in given or methods[method].settings is None:
+        if method not in by_method or methods[method].settings is None:
             hint = (
                 our_name(key, [f.name for f in fields(methods[names[0]].settings)] if own else []) or "; leave it out"
             )
             raise UserError(f"{key}: there is no such setting of {' and '.join(names)}{hint}")
-        given[method][name] = value
-    sections = _sections({name: methods[name] for name in names})
-    return {name: changed(kind(), given[name], key=name) for name, kind in sections}
+        by_method[method][name] = value
+    sections = _method_sections({name: methods[name] for name in names})
+    return {name: changed(kind(), by_method[name], key=name) for name, kind in sections}
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> None:
@@ -380,7 +382,7 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The configuration as plain JSON values, with the settings of each method under its name."""
+    """Return the configuration as plain JSON values, with the settings of each method under its name."""
     values = asdict(config)
     values |= values.pop("method_settings")
     values["train"]["betas"] = list(values["train"]["betas"])

@@ -255,7 +255,7 @@ class DataConfig:
         named = {
             "train": self.train,
             "valid": self.valid,
-            **{f"tests.{name}": each for name, each in self.tests.items()},
+            **{f"tests.{name}": reference for name, reference in self.tests.items()},
         }
         empty = next((key for key, reference in named.items() if reference == ""), None)
         if empty is not None:

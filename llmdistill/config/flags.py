@@ -21,7 +21,7 @@ def type_of(action: Any) -> Any:
 
 
 def takes_list(action: Any) -> bool:
-    """Whether a setting is a list, or a list or None. A type that may also be a string does not count."""
+    """Return whether a setting is a list, or a list or None. A type that may also be a string does not count."""
     hint = type_of(action)
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return {get_origin(kind) for kind in kinds if kind is not NoneType} == {list}

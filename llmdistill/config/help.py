@@ -32,7 +32,7 @@ def hide_stubs(parser: ArgumentParser) -> None:
 
 
 def asked_help(words: Sequence[str]) -> str | None:
-    """Return what a command line asks the help of: a section, `all`, or "" for the common settings; None if no help."""
+    """Return the topic of --help: a section, `all`, or "" for the common settings; None if no help is requested."""
     place = next((n for n, word in enumerate(words) if word == "-h" or word.split("=")[0] == "--help"), None)
     if place is None:
         return None
@@ -44,18 +44,19 @@ def asked_help(words: Sequence[str]) -> str | None:
 def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str:
     """Return the help of the common settings (""), of all settings (`all`), or of a section such as train or makd."""
     if topic == "":
-        return _common(parser, methods)
+        return _format_common(parser, methods)
     if topic == ALL:
         return parser.format_help()
     others = [
         action
-        for action in _settings(parser)
+        for action in _list_settings(parser)
         # The settings of a run itself are those whose keys have no dot.
-        if ("." in _key(action) if topic == RUN else not f"{_key(action)}.".startswith(f"{topic}."))
+        if ("." in _key_of(action) if topic == RUN else not f"{_key_of(action)}.".startswith(f"{topic}."))
     ]
-    if len(others) == len(_settings(parser)):
-        hint = did_you_mean(topic, [ALL, COMBINATIONS, *_sections(parser)]) or "; --help lists them"
+    if len(others) == len(_list_settings(parser)):
+        hint = did_you_mean(topic, [ALL, COMBINATIONS, *_list_sections(parser)]) or "; --help lists them"
         raise UserError(f"--help {topic}: there is no such section{hint}; give `--help all` for every setting")
+    # argparse hides an action with a suppressed help; the parser is used again later, so the texts are put back.
     texts = [action.help for action in others]
     for action in others:
         action.help = argparse.SUPPRESS
@@ -66,8 +67,8 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
             action.help = text
 
 
-def _common(parser: ArgumentParser, methods: Collection[str]) -> str:
-    by_key = {_key(action): action for action in actions(parser)}
+def _format_common(parser: ArgumentParser, methods: Collection[str]) -> str:
+    by_key = {_key_of(action): action for action in actions(parser)}
     lines = [f"usage: {parser.usage}", "", textwrap.fill(str(parser.description), 100), "", "common settings:"]
     # The flags that are no settings of a run stand around them.
     for key in ("recipe", *marked(RunConfig, "common"), "dry_run", "check"):
@@ -78,27 +79,28 @@ def _common(parser: ArgumentParser, methods: Collection[str]) -> str:
             text += f" (default: {default})"
         wrapped = textwrap.wrap(text, 118 - _WIDTH)
         lines += [f"{flag:{_WIDTH}}{wrapped[0]}", *(" " * _WIDTH + line for line in wrapped[1:])]
-    plain = [section for section in _sections(parser) if section not in methods]
+    plain = [section for section in _list_sections(parser) if section not in methods]
+    with_settings = [section for section in _list_sections(parser) if section in methods]
     lines += [
         "",
         "more settings:",
         f"  {'--help SECTION':{_WIDTH - 2}}{', '.join(plain)}, or a part such as student.lora",
-        f"  {'--help METHOD':{_WIDTH - 2}}{', '.join(section for section in _sections(parser) if section in methods)}",
+        f"  {'--help METHOD':{_WIDTH - 2}}{', '.join(with_settings)}",
         f"  {f'--help {COMBINATIONS}':{_WIDTH - 2}}what does not go together",
         f"  {'--help all':{_WIDTH - 2}}every setting",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _settings(parser: ArgumentParser) -> list[Any]:
+def _list_settings(parser: ArgumentParser) -> list[Any]:
     return [action for action in actions(parser) if action.help != argparse.SUPPRESS and action.option_strings]
 
 
-def _key(action: Any) -> str:
-    """The dotted key of a flag."""
+def _key_of(action: Any) -> str:
+    """Return the dotted key of a flag."""
     return str(action.option_strings[-1 if action.option_strings[0] == "-h" else 0]).removeprefix("--")
 
 
-def _sections(parser: ArgumentParser) -> list[str]:
-    keys = [_key(action) for action in _settings(parser)]
+def _list_sections(parser: ArgumentParser) -> list[str]:
+    keys = [_key_of(action) for action in _list_settings(parser)]
     return [RUN, *dict.fromkeys(key.split(".")[0] for key in keys if "." in key)]

@@ -1,4 +1,4 @@
-"""What is known of a setting beside its type, default and help stands at its field, as metadata."""
+"""Marks of settings: properties beside type, default and help, which stand as metadata at the field."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ADDRESS = takes(
     lambda value: value.startswith(("http://", "https://")), "give an address such as http://localhost:8000"
 )
 PATIENCE = takes(lambda value: 0 < value <= 1e6, "give a number over 0, and of 1,000,000 seconds at most")
-"""Of more seconds sockets know nothing."""
+"""Sockets refuse much longer timeouts."""
 
 
 def check_taken(setting: Field[Any], value: Any, key: str) -> None:
@@ -68,19 +68,19 @@ def replaces(*keys: str, by: Collection[Any] | None = None, unless: Collection[A
 
 def settings_of(config: type[Any], prefix: str = "") -> dict[str, Field[Any]]:
     """Return every field by its dotted key, in their order, each section before what is in it."""
-    found, kinds = dict[str, Field[Any]](), get_type_hints(config)
-    for each in fields(config):
-        key, kind = f"{prefix}{each.name}", kinds[each.name]
-        found[key] = each
+    by_key, kinds = dict[str, Field[Any]](), get_type_hints(config)
+    for field in fields(config):
+        key, kind = f"{prefix}{field.name}", kinds[field.name]
+        by_key[key] = field
         if isinstance(kind, type) and is_dataclass(kind):
-            found |= settings_of(kind, f"{key}.")
-    return found
+            by_key |= settings_of(kind, f"{key}.")
+    return by_key
 
 
 def marked(config: type[Any], mark: str) -> list[str]:
     """Return the dotted keys of the settings with a mark, in their order; a section that has the mark is one key."""
-    found: list[str] = []
+    keys: list[str] = []
     for key, field in settings_of(config).items():
-        if mark in field.metadata and not any(key.startswith(f"{section}.") for section in found):
-            found.append(key)
-    return found
+        if mark in field.metadata and not any(key.startswith(f"{section}.") for section in keys):
+            keys.append(key)
+    return keys

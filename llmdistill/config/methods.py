@@ -13,7 +13,7 @@ MethodTable = Mapping[str, Any]
 
 
 def with_teacher(known: MethodTable) -> list[str]:
-    """The methods that need a teacher during training."""
+    """Return the methods that need a teacher during training."""
     return [name for name, method in known.items() if method.needs_teacher]
 
 

@@ -1,4 +1,4 @@
-"""What a setting takes back of the recipes below it: a rival of it, or what would contradict it.
+"""Settings that a later layer takes back from the recipes below it: rivals of its own settings, or contradictions.
 
 The settings of a run come in layers: a recipe, the recipes that extend it, the command line. Where two settings exclude
 each other, the later layer decides alone, so that `--student.factorize.rank 30` also works on a recipe with
@@ -22,41 +22,41 @@ _CALIBRATION_DATA = "student.factorize.calibration.data"
 
 
 def taken_back(
-    given: Mapping[str, Any], below: Mapping[str, Any], settings: Mapping[str, Field[Any]]
+    layer: Mapping[str, Any], below: Mapping[str, Any], settings: Mapping[str, Field[Any]]
 ) -> dict[str, Any]:
     """Return the settings that a layer takes back of the layers below it, by dotted key, with their defaults.
 
     Args:
-        given: the settings of the layer, by dotted key; none of them is taken back.
-        below: the settings of the layers below it; a setting that only repeats its value takes nothing back, and one
-            that they do not have is not taken back.
+        layer: the settings of the layer, by dotted key; none of them is taken back.
+        below: the settings of the layers below it. A setting of the layer that only repeats its value there takes
+            nothing back, and only settings that these layers have are taken back.
         settings: the field of every setting, whose marks say what it replaces (see `marks.replaces`).
     """
     back: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in layer.items():
         if key in below and value == below[key]:
             continue
         parts = key.split(".")
-        # A mapping with free keys, such as ranks by pattern, is given by these keys.
+        # The key may go into a mapping with free keys, such as ranks by pattern, whose field has the marks.
         above = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
-        setting = next((settings[each] for each in above if each in settings), None)
+        setting = next((settings[parent] for parent in above if parent in settings), None)
         for others, gives_way in () if setting is None else setting.metadata.items():
             if isinstance(others, tuple) and gives_way(value):
-                back |= {other: _default(settings[other]) for other in others}
-    # A student with a shape may take what calibration data choose.
-    chosen = {**below, **given}
+                back |= {other: _default_value(settings[other]) for other in others}
+    # Without a weighting, calibration data have no use unless `important` chooses parts of a student by them.
+    chosen = {**below, **layer}
     measures = "important" in (chosen.get("student.init"), chosen.get("student.layers"))
-    if {**below, **back, **given}.get(_WEIGHTING) == "none" and not measures:
+    if {**below, **back, **layer}.get(_WEIGHTING) == "none" and not measures:
         back[_CALIBRATION_DATA] = None
     return {
         key: value
         for key, value in back.items()
-        if any(f"{each}.".startswith(f"{key}.") for each in below)
-        and not any(f"{each}.".startswith(f"{key}.") for each in given)
+        if any(f"{lower}.".startswith(f"{key}.") for lower in below)
+        and not any(f"{own}.".startswith(f"{key}.") for own in layer)
     }
 
 
-def _default(setting: Field[Any]) -> Any:
+def _default_value(setting: Field[Any]) -> Any:
     return setting.default if setting.default_factory is MISSING else setting.default_factory()
 
 
@@ -67,16 +67,16 @@ def flags(back: Mapping[str, Any]) -> list[str]:
 
 def given_flags(words: Sequence[str]) -> dict[str, Any]:
     """Return the settings in the words of a command line, by dotted key, with values as YAML reads them."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for number, word in enumerate(words):
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             following = words[number + 1] if number + 1 < len(words) else "true"
-            given[key] = _read(key, value if equals else following)
-    return given
+            values[key] = _parse_value(key, value if equals else following)
+    return values
 
 
-def _read(key: str, value: str) -> Any:
+def _parse_value(key: str, value: str) -> Any:
     try:
         return yaml.load(value, UniqueKeys)
     except TwiceError as error:

@@ -29,13 +29,13 @@ _MOST_VALUES = 100_000
 
 
 def recipe_names() -> list[str]:
-    """The names of the shipped recipes; a recipe in a subfolder is FOLDER/NAME."""
+    """Return the names of the shipped recipes; a recipe in a subfolder is FOLDER/NAME."""
     files = [path.relative_to(RECIPES) for path in RECIPES.rglob("*.yaml") if not path.name.startswith("_")]
     return sorted(file.as_posix().removesuffix(".yaml") for file in files)
 
 
 def recipe_path(name_or_path: str) -> Path:
-    """The path of a recipe, a shipped one by its name, any other by its path; a UserError if it does not exist."""
+    """Return the path of a recipe, of a shipped one by its name. Raises UserError if it does not exist."""
     if name_or_path in recipe_names():
         return RECIPES / f"{name_or_path}.yaml"
     path = Path(name_or_path)
@@ -48,27 +48,27 @@ def recipe_path(name_or_path: str) -> Path:
 
 
 def extended(parser: ArgumentParser, path: Path) -> dict[Path, dict[str, Any]]:
-    """A recipe after all recipes that it extends, with the settings of each: they override those of the files before.
+    """Return the settings of a recipe after those of all recipes that it extends; each file overrides those before it.
 
     A mapping with free keys, such as data.tests, is replaced as a whole, and so is a list.
 
     Raises UserError if a recipe does not exist or is invalid, or recipes extend each other in a circle.
     """
-    last, found = path, {path: _read(parser, path)}
-    while (base := found[last].get("extends")) is not None:
+    last, recipes = path, {path: _read_recipe(parser, path)}
+    while (base := recipes[last].get("extends")) is not None:
         file = recipe_path(base) if base in recipe_names() else last.parent / str(base)
         if not os.path.isfile(file):
             raise UserError(
                 f"{last}: extends {base}: neither a shipped recipe nor a file; give a path from this recipe's folder"
             )
-        if any(file.samefile(other) for other in found):
+        if any(file.samefile(other) for other in recipes):
             raise UserError(f"{last}: extends {base}, which itself builds on this one: take one extends out")
-        last, found[file] = file, _read(parser, file)
-    return dict(reversed(found.items()))
+        last, recipes[file] = file, _read_recipe(parser, file)
+    return dict(reversed(recipes.items()))
 
 
-def _read(parser: ArgumentParser, path: Path) -> dict[str, Any]:
-    """The settings in the file of a recipe; a UserError if it is not YAML or has an unknown key."""
+def _read_recipe(parser: ArgumentParser, path: Path) -> dict[str, Any]:
+    """Return the settings in the file of a recipe. Raises UserError if it is not YAML or has an unknown key."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
     except TwiceError as error:
@@ -81,7 +81,8 @@ def _read(parser: ArgumentParser, path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: not a mapping of settings; write key: value, as the shipped recipes do")
     left: list[Any] = [values]
-    for _ in range(_MOST_VALUES):  # aliases can also make values without end
+    # Walk with a limit: a YAML alias may contain itself, or a few lines of aliases may expand to billions of values.
+    for _ in range(_MOST_VALUES):
         if not left:
             break
         value = left.pop()

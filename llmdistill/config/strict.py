@@ -45,9 +45,9 @@ def check_sections(parser: ArgumentParser, values: dict[str, Any], *, where: str
     }
     for key, value in values.items():
         if key in sections and not isinstance(value, dict):
-            given = "null" if value is None else _short(repr(value))
+            text = "null" if value is None else _short(repr(value))
             raise UserError(
-                f"{where}{key} is {given}: a section holds settings, such as {key}: {{...}}; fix it or leave it out"
+                f"{where}{key} is {text}: a section holds settings, such as {key}: {{...}}; fix it or leave it out"
             )
 
 
@@ -55,7 +55,7 @@ class UniqueKeys(yaml.SafeLoader):
     """YAML's safe loader, which refuses a key that a mapping has twice: it would take the last one in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raises ConstructorError, with the mark of the second key."""
+        """Raise a ConstructorError for a second key, with its mark."""
         seen = set()
         for key, _ in node.value:
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
@@ -102,16 +102,16 @@ def check_plain(value: Any, key: str) -> None:
     if isinstance(value, str) and not _is_text(value):
         raise UserError(f"{key} is {_short(ascii(value))}: it holds what is no character; give plain text")
     if isinstance(value, Mapping):
-        for name, each in value.items():
+        for name, item in value.items():
             check_plain(name, f"a key of {key}")
-            check_plain(each, f"{key}.{name}")
+            check_plain(item, f"{key}.{name}")
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            check_plain(each, key)
+        for item in value:
+            check_plain(item, key)
 
 
 def _is_text(value: str) -> bool:
-    """Whether the system takes a text as a path or a word, and a file in UTF-8 holds it."""
+    """Return whether a text can be a path or a word of a command line, and be written to a file in UTF-8."""
     try:
         return b"\0" not in value.encode("utf-8")
     except UnicodeEncodeError:
@@ -123,19 +123,19 @@ def _short(text: str) -> str:
 
 
 def did_you_mean(value: str, choices: Iterable[str], prefix: str = "") -> str:
-    """A hint at the choice nearest to another value: by the whole name, else by its last part alone; "" if none is."""
+    """Return a hint at the choice nearest to a value, by its whole name or its last part; "" if none is near."""
     names = list(choices)
-    found = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     last = value.rsplit(".", 1)[-1]
     by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}  # if equal, the first wins: the run's own
     same_last = difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
-    if same_last and (not found or found[0].rsplit(".", 1)[-1] != same_last[0]):
-        found = [by_last[same_last[0]]]
-    return f"; did you mean {prefix}{found[0]}?" if found else ""
+    if same_last and (not matches or matches[0].rsplit(".", 1)[-1] != same_last[0]):
+        matches = [by_last[same_last[0]]]
+    return f"; did you mean {prefix}{matches[0]}?" if matches else ""
 
 
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested mappings by dotted key."""
+    """Return the values of nested mappings by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -150,14 +150,15 @@ def one_sentence(message: str) -> str:
     expected = re.findall(r"Expected an? ([^\n]*?)(?:\. Got|\n|$)", message)
     if key is not None and value is not None:
         kinds = " or ".join(dict.fromkeys(re.sub(r"<class '(\w+)'>|typing\.", r"\1", kind) for kind in expected))
-        given = "null" if value.group(1) == "None" else repr(_short(value.group(1)))  # as YAML and --help write it
-        choices = [each.strip("' \"") for each in re.findall(r"Literal\[(.*?)\]", kinds) for each in each.split(",")]
-        kinds = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace("'", ""), kinds).replace("NoneType", "null")
+        text = "null" if value.group(1) == "None" else repr(_short(value.group(1)))  # as YAML and --help write it
+        literals = re.findall(r"Literal\[(.*?)\]", kinds)
+        choices = [choice.strip("' \"") for literal in literals for choice in literal.split(",")]
+        kinds = re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace("'", ""), kinds).replace("NoneType", "null")
         plain = value.group(1) if re.fullmatch(r"[^\s\[{]{1,60}", value.group(1)) else "VALUE"
         kinds = re.sub(r"\bdict\b", f"a mapping such as '{{NAME: {plain}}}'", kinds)
         kinds = re.sub(r"\btuple\b", "numbers such as [0.9, 0.999]", kinds)
         hint = did_you_mean(value.group(1).strip("'"), choices)
-        return f"{key.group(1)}: {given} does not fit; expected {kinds or 'what --help says'}{hint}"
+        return f"{key.group(1)}: {text} does not fit; expected {kinds or 'what --help says'}{hint}"
     section = re.search(r'key "([\w.]+)":\s+Unable to load config ([^\n]*)', message)
     if section is not None:
         return f"{section.group(1)}: {_short(section.group(2))} does not fit; expected settings such as {{...}}"

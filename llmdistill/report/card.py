@@ -47,9 +47,9 @@ _HEADS = {
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/")
 _MACHINE_PATH = re.compile(r"(?<![^\s='\"(\[{,:])(?:~|[A-Za-z]:)?/(?!/)[^\s'\"()\[\]{},]*")
 _LONGEST = 300
-"""Characters of a value that is taken from the teacher's card."""
+"""Largest number of characters of a value from the teacher's card."""
 _UNREADABLE = (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError)
-"""What reading a card may raise that somebody else wrote, or that is on the hub without a network."""
+"""Exceptions of reading somebody else's card, or one on the hub without a network."""
 _GENERIC = ("student", "untrained", "")
 """Names of folders in a run's folder that tell nothing."""
 
@@ -84,27 +84,30 @@ class Teacher:
         if reference.startswith("embedded:"):
             return cls(name=reference, params=params)
         folder = local_folder(locate(reference))
-        made = None if folder is None else origin(folder)
+        dequantized_from = None if folder is None else origin(folder)
         cached = None if folder is None else _IN_CACHE.search(f"{folder.absolute().as_posix()}/")
         hub = reference if folder is None else None if cached is None else cached[1].replace("--", "/", 1)
-        said = {"license": getattr(config, "license", None), **_header(reference if folder is None else folder / CARD)}
-        header = {key: said.get(key) for key in ("license", "license_name", "license_link", "language")}
+        values = {
+            "license": getattr(config, "license", None),
+            **_read_header(reference if folder is None else folder / CARD),
+        }
+        header = {key: values.get(key) for key in ("license", "license_name", "license_link", "language")}
         header = {key: value for key, value in header.items() if _is_text(value)}
-        base = hub or (said["base_model"] if _is_text(said.get("base_model")) else None)
+        base = hub or (values["base_model"] if _is_text(values.get("base_model")) else None)
         name = hub or _last_name(reference)
-        if made is not None and folder is not None:
+        if dequantized_from is not None and folder is not None:
             name = read_json(folder / RECORD)["file"]
-        return cls(name=name, params=params, hub=base, header=header, origin=made)
+        return cls(name=name, params=params, hub=base, header=header, origin=dequantized_from)
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value of somebody else's header is a line of text, or a list of such."""
+    """Return whether a value of somebody else's header is a line of text, or a list of such lines."""
     if isinstance(value, list):
-        return bool(value) and all(isinstance(each, str) and _is_text(each) for each in value)
+        return bool(value) and all(isinstance(line, str) and _is_text(line) for line in value)
     return isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST
 
 
-def _header(card: str | Path) -> dict[str, Any]:
+def _read_header(card: str | Path) -> dict[str, Any]:
     """Return the header of a card, by its file or a name on the hub; an empty one if it cannot be read."""
     if isinstance(card, Path) and not card.is_file():
         return {}
@@ -130,13 +133,13 @@ class Story:
 
 
 def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None:
-    """Write the card of a student's folder, unless the user has made the one there his own."""
+    """Write the card of a student's folder, unless the user has taken over the one that is there."""
     file = folder / CARD
     if file.is_file() and _COMMENT.encode() not in file.read_bytes():
         return
     config = load_config(folder)
-    pipeline, _ = _task(folder, config)
-    factors, form = _factors(config), saved_form(config)
+    pipeline, _ = _find_task(folder, config)
+    factors, form = _describe_factors(config), saved_form(config)
     params = count_parameters(build_reference(config))
     title, scores = _without_line_breaks(title), []
     for name, values in ((_without_line_breaks(name), values) for name, values in story.scores.items()):
@@ -145,7 +148,7 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
     data = ModelCardData(
         **teacher.header,
         base_model=teacher.hub,
-        library_name=_library(folder, config),
+        library_name=_library_name(folder, config),
         pipeline_tag=pipeline,
         tags=["llmdistill", *map(_without_line_breaks, story.tags)],
         datasets=list(map(_without_line_breaks, story.datasets)) or None,
@@ -156,14 +159,16 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
     sizes = (("layers", "num_hidden_layers"), ("wide", "hidden_size"), ("tokens", "vocab_size"))
     known = [f"{getattr(text, key):,} {what}" for what, key in sizes if isinstance(getattr(text, key, None), int)]
     license = teacher.header.get("license_name") or teacher.header.get("license")
-    said = "its license is not known here" if license is None else f"its license, {license}, holds for the student too"
+    license_note = (
+        "its license is not known here" if license is None else f"its license, {license}, holds for the student too"
+    )
     bits = None if form is None else f"{form.saved_as(config.quantization_config)}, by {form.package}"
     model = {
         "Architecture": ", ".join([(config.architectures or [type(config).__name__])[0], *known]),
         "Factors": factors,
         "Weights of the layers' linears": bits,
         "Parameters": f"{params:,}, {params / teacher.params:.0%} of the {teacher.params:,} of {teacher.name}",
-        "Made from": f"{teacher.name}{'' if teacher.origin is None else f', {teacher.origin}'}; {said}",
+        "Made from": f"{teacher.name}{'' if teacher.origin is None else f', {teacher.origin}'}; {license_note}",
     }
     recipe = yaml.safe_dump(dict(story.settings), sort_keys=False, allow_unicode=True) if story.settings else ""
     body = rendered(
@@ -177,15 +182,16 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         table=story.table,
         legend=story.legend,
         warnings=[without_paths(warning) for warning in story.warnings],
-        prompt=_prompt(folder) if pipeline == "text-generation" else None,
+        prompt=_read_prompt(folder) if pipeline == "text-generation" else None,
         prompts={"chat": CHAT, "minillm": MINILLM, "without": PROMPT_WITHOUT_INPUT, "with": PROMPT_WITH_INPUT},
-        use=_use(folder, config),
+        use=_render_use(folder, config),
     )
     write_text(file, str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")))
 
 
 def _without_line_breaks(text: str) -> str:
-    """A text as the header of a card takes it, which a line of three dashes would end."""
+    """Return a text in one line."""
+    # A line of three dashes in a value would end the YAML header of the card.
     return " ".join(text.split())
 
 
@@ -206,23 +212,23 @@ def write_export_card(student: Path, folder: Path, difference: float, *, to: str
     except _UNREADABLE:
         return
     config = load_config(folder)
-    card.data.library_name = "onnx" if onnx else _library(folder, config)
-    told, _, _ = card.text.partition(USE)
-    title, line, rest = told.partition("\n\n## What it is")
+    card.data.library_name = "onnx" if onnx else _library_name(folder, config)
+    before_use, _, _ = card.text.partition(USE)
+    title, line, rest = before_use.partition("\n\n## What it is")
     card.text = f"{title} {how} Its outputs differ from the student's by at most {difference:.1g}. "
-    card.text += f"What follows is of the student.{line}{rest}{_use(folder, config, onnx=onnx)}\n"
+    card.text += f"What follows is of the student.{line}{rest}{_render_use(folder, config, onnx=onnx)}\n"
     write_text(folder / CARD, str(card))
 
 
-def _task(folder: Path, config: PreTrainedConfig) -> tuple[str, str]:
+def _find_task(folder: Path, config: PreTrainedConfig) -> tuple[str, str]:
     name = (config.architectures or [""])[0]
     if (folder / "modules.json").is_file():
         return "sentence-similarity", "SentenceTransformer"
-    return next((found for end, found in _HEADS.items() if name.endswith(end)), ("feature-extraction", "AutoModel"))
+    return next((task for end, task in _HEADS.items() if name.endswith(end)), ("feature-extraction", "AutoModel"))
 
 
-def _use(folder: Path, config: PreTrainedConfig, *, onnx: bool = False) -> str:
-    _, name = _task(folder, config)
+def _render_use(folder: Path, config: PreTrainedConfig, *, onnx: bool = False) -> str:
+    _, name = _find_task(folder, config)
     factorized = _is_factorized(config)
     form = saved_form(config)
     return rendered("card_use.md.j2", heading=USE, name=name, factorized=factorized, form=form, onnx=onnx, place=PLACE)
@@ -232,14 +238,14 @@ def _is_factorized(config: PreTrainedConfig) -> bool:
     return (getattr(config, "quantization_config", None) or {}).get("quant_method") == NAME
 
 
-def _library(folder: Path, config: PreTrainedConfig) -> str:
-    """A factorized student names llmdistill: the lines that the hub shows for other libraries would not load it."""
-    if _is_factorized(config):
+def _library_name(folder: Path, config: PreTrainedConfig) -> str:
+    """Return the library that loads a model, for which the hub shows lines of code."""
+    if _is_factorized(config):  # the lines for transformers alone would fail
         return "llmdistill"
     return "sentence-transformers" if (folder / "modules.json").is_file() else "transformers"
 
 
-def _factors(config: PreTrainedConfig) -> str | None:
+def _describe_factors(config: PreTrainedConfig) -> str | None:
     if not _is_factorized(config):
         return None
     values: dict[str, Any] = config.quantization_config
@@ -252,12 +258,12 @@ def _factors(config: PreTrainedConfig) -> str | None:
     kind = {"kronecker": "Kronecker products", "pivoted": "low-rank products with pivots"}.get(
         values["method"], "low-rank products"
     )
-    said = f"{len(sizes)} matrices as {kind}{ranks}"
-    return said if embedding is None else f"{said}, the token embedding too ({embedding})"
+    text = f"{len(sizes)} matrices as {kind}{ranks}"
+    return text if embedding is None else f"{text}, the token embedding too ({embedding})"
 
 
-def _prompt(folder: Path) -> str | None:
-    """Return how a student is asked: by the prompt of its training, else its chat template; None without both."""
+def _read_prompt(folder: Path) -> str | None:
+    """Return the prompt of a student: that of its training, else its chat template; None without either."""
     if not has_tokenizer(folder):
         return None
     tokenizer = load_tokenizer(folder)

@@ -27,22 +27,22 @@ from llmdistill.tasks.perplexity import show_perplexity
 
 
 def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
-    """Write results.json, costs.json, report.md, report.html and plots/ into a folder; returns the results.
+    """Write results.json, costs.json, report.md, report.html and plots/ into a folder, and return the results.
 
     results.json contains no time, date or absolute path, so two equal comparisons give the same file.
     """
-    results: dict[str, Any] = _without_prefix(_results(comparison), folder)
+    results: dict[str, Any] = _without_prefix(_make_results(comparison), folder)
     write_json(folder / "results.json", results)
     costs = {}
     for row in comparison.rows:
-        of_checkpoint: dict[str, Any] = {"params": row.params, "checkpoint_bytes": row.checkpoint_bytes}
+        checkpoint_costs: dict[str, Any] = {"params": row.params, "checkpoint_bytes": row.checkpoint_bytes}
         if row.checkpoint is not None:
-            of_checkpoint |= {
+            checkpoint_costs |= {
                 "checkpoint_formats": dict(row.checkpoint.formats),
                 "checkpoint_parts": dict(row.checkpoint.parts),
             }
         calibration = {} if row.calibration is None else {key: row.calibration[key] for key in CALIBRATION_COSTS}
-        costs[row.key] = {**of_checkpoint, **{key: row.cost(key) for key in COSTS}, **calibration}
+        costs[row.key] = {**checkpoint_costs, **{key: row.cost(key) for key in COSTS}, **calibration}
     write_json(folder / "costs.json", costs)
     runs = [run for row in comparison.rows for run in (*row.runs, *row.trials)]
     failed = [run for run in runs if run.error is not None]
@@ -57,21 +57,21 @@ def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
         "best": best_figures(comparison.rows, comparison.sets, comparison.texts),
         "columns": [*comparison.sets, *comparison.texts],
         "differences": differences,
-        "best_difference": comparison.score.best(each for each in trained if each is not None),
+        "best_difference": comparison.score.best(difference for difference in trained if difference is not None),
         "teacher_params": None if comparison.teacher is None else comparison.teacher.params,
         "plots": save_drawings(folder / "plots", draw_comparison(comparison)),
         "labels": {
             **{row.name: row.label for row in comparison.rows},
             **{row.key: row.title for row in comparison.rows},
         },
-        "failed": _once([*failed, *failed_sizes]),
+        "failed": _unique([*failed, *failed_sizes]),
         "sizes": sizes,
-        "held": _held(comparison.rows),
+        "held": _describe_checkpoints(comparison.rows),
         "several_seeds": any(len(row.ended) > 1 for row in comparison.rows),
         "perplexity": any(row.perplexity is not None for row in comparison.rows),
         "generates": any(row.cost("generation_tokens_per_second") is not None for row in comparison.rows),
         "calibrated": any(row.calibration is not None for row in comparison.rows),
-        "made": _once([*runs, *failed_sizes, *(row.ended[0] for row in sizes)]),
+        "made": _unique([*runs, *failed_sizes, *(row.ended[0] for row in sizes)]),
         "paper_sets": list(dict.fromkeys(name for row in (comparison.paper or {}).values() for name in row)),
     }
     for kind in ("html", "md"):
@@ -79,35 +79,43 @@ def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
     return results
 
 
-def _results(comparison: Comparison) -> dict[str, Any]:
-    methods = {row.key: _result(row, comparison.difference(row)) for row in comparison.rows}
+def _make_results(comparison: Comparison) -> dict[str, Any]:
+    methods = {row.key: _make_result(row, comparison.difference(row)) for row in comparison.rows}
     starts = [
         {
-            **{"start": each.start, "size": each.size, "params": each.params, "untrained": each.average},
-            **{key: each.weighting.get(key) for key in ("tokens", "predicted_loss", "held_out")},
-            "run": each.folder,
+            **{
+                "start": beginning.start,
+                "size": beginning.size,
+                "params": beginning.params,
+                "untrained": beginning.average,
+            },
+            **{key: beginning.weighting.get(key) for key in ("tokens", "predicted_loss", "held_out")},
+            "run": beginning.folder,
         }
-        for each in comparison.beginnings
+        for beginning in comparison.beginnings
     ]
     counted = {comparison.score.counted: comparison.examples, "texts": comparison.texts}
     counts = {
-        key: {name: {"scored": scored, "total": total} for name, (scored, total) in found.items()}
-        for key, found in counted.items()
-        if found
+        key: {name: {"scored": scored, "total": total} for name, (scored, total) in by_name.items()}
+        for key, by_name in counted.items()
+        if by_name
     }
     sets = {"score": comparison.score.key, "sets": list(comparison.sets), **counts}
     return {"methods": methods, **({"starts": starts} if starts else {}), **sets, "warnings": list(comparison.warnings)}
 
 
-def _result(row: Row, difference: float | None) -> dict[str, Any]:
+def _make_result(row: Row, difference: float | None) -> dict[str, Any]:
     scores: dict[str, Any] | None = None
     if row.average is not None:
-        scores = {**{name: each.to_dict() for name, each in row.by_set.items()}, "average": row.average.mean}
+        scores = {
+            **{name: spread.to_dict() for name, spread in row.by_set.items()},
+            "average": row.average.mean,
+        }
     return {
         "params": row.params,
         row.score.key: scores,
         **({"perplexity": row.perplexity and row.perplexity.to_dict()} if row.score is ROUGE_L else {}),
-        **({"texts": {name: each.to_dict() for name, each in row.by_text.items()}} if row.by_text else {}),
+        **({"texts": {name: spread.to_dict() for name, spread in row.by_text.items()}} if row.by_text else {}),
         "average_std": None if row.average is None else row.average.std,
         "difference_to_teacher": difference,
         "seeds": [run.seed for run in row.ended],
@@ -127,21 +135,23 @@ def _without_prefix(value: Any, folder: Path) -> Any:
     return [_without_prefix(item, folder) for item in value] if isinstance(value, list) else value
 
 
-def _held(rows: Sequence[Row]) -> dict[str, str]:
+def _describe_checkpoints(rows: Sequence[Row]) -> dict[str, str]:
     """Return what the checkpoints hold, by the titles of the rows whose checkpoints hold the same."""
-    held: dict[str, list[str]] = {}
+    titles_by_text: dict[str, list[str]] = {}
     for row in rows:
         if row.checkpoint is not None:
-            held.setdefault(f"{byte_size(row.checkpoint.size)} of {row.checkpoint.held}", []).append(row.title)
-    return {", ".join(titles): text for text, titles in held.items()}
+            titles_by_text.setdefault(f"{byte_size(row.checkpoint.size)} of {row.checkpoint.held}", []).append(
+                row.title
+            )
+    return {", ".join(titles): text for text, titles in titles_by_text.items()}
 
 
-def _once(runs: Sequence[Run]) -> list[Run]:
+def _unique(runs: Sequence[Run]) -> list[Run]:
     """Return the runs without duplicates; the chosen grid point's first seed may be both a trial and a run."""
     return list({(run.folder, run.command, run.error): run for run in reversed(runs)}.values())[::-1]
 
 
-def _cell(spread: Mapping[str, Any], score: Score, several: bool) -> str:
+def _format_spread(spread: Mapping[str, Any], score: Score, several: bool) -> str:
     return score.show(spread["mean"]) + (f" ± {score.show(spread['std'])}" if several else "")
 
 
@@ -150,22 +160,22 @@ def print_comparison(results: Mapping[str, Any], console: Console | None = None)
     score = SCORES[results["score"]]
     sets, texts, rows, most = results["sets"], results.get("texts", {}), [], 0
     references = ["perplexity"] if score is ROUGE_L else []
-    for name, method in results["methods"].items():
+    for method_name, method in results["methods"].items():
         scores = method[score.key]
         if scores is None:
-            rows.append([name, "failed", *("" for _ in ("to teacher", *references, *sets, *texts, "params"))])
+            rows.append([method_name, "failed", *("" for _ in ("to teacher", *references, *sets, *texts, "params"))])
             continue
         most, several = max(most, len(method["seeds"])), len(method["seeds"]) > 1
-        average = _cell({"mean": scores["average"], "std": method["average_std"]}, score, several)
-        to_teacher = "–" if name == TEACHER else signed(method["difference_to_teacher"], score.show)
-        measured = [show_perplexity((method[each] or {}).get("mean")) for each in references]
-        rest = [_cell(scores[each], score, several) for each in sets]
-        rest += [_cell(method["texts"][each], PERPLEXITY, several) for each in texts]
-        rows.append([name, average, to_teacher, *measured, *rest, f"{method['params']:,}"])
+        average = _format_spread({"mean": scores["average"], "std": method["average_std"]}, score, several)
+        to_teacher = "–" if method_name == TEACHER else signed(method["difference_to_teacher"], score.show)
+        measured = [show_perplexity((method[name] or {}).get("mean")) for name in references]
+        rest = [_format_spread(scores[name], score, several) for name in sets]
+        rest += [_format_spread(method["texts"][name], PERPLEXITY, several) for name in texts]
+        rows.append([method_name, average, to_teacher, *measured, *rest, f"{method['params']:,}"])
     terminal = console or Console()
     counts = results.get("examples", {})
-    heads = [f"{each} (n = {counts[each]['scored']})" if each in counts else each for each in sets]
-    heads += [f"{each} (perplexity)" for each in texts]
+    heads = [f"{name} (n = {counts[name]['scored']})" if name in counts else name for name in sets]
+    heads += [f"{name} (perplexity)" for name in texts]
     title = f"{score.title}, {count_seeds(most)}"
     print_table(title, ["method", "average", "to teacher", *references, *heads, "params"], rows, console=terminal)
     for warning in results["warnings"]:

@@ -36,12 +36,12 @@ _OWN_FILES = re.compile(r"scores|size|predicted|terms_.+|perplexity_.+|curves|(l
 def save_drawings(folder: Path, drawings: Sequence[Drawing]) -> list[dict[str, str]]:
     """Save plots into a folder, remove those of an earlier report, and return the variables of the templates."""
     drawn = []
-    for name, title, caption, made in drawings:
-        svg = plots.inline_svg(plots.save_plot(made, folder, name), html.escape(title))
+    for name, title, caption, figure in drawings:
+        svg = plots.inline_svg(plots.save_plot(figure, folder, name), html.escape(title))
         drawn.append({"name": name, "title": title, "caption": caption, "svg": Markup(svg)})
-    kept = {item["name"] for item in drawn}
+    names = {item["name"] for item in drawn}
     for file in (*folder.glob("*.png"), *folder.glob("*.svg")):
-        if _OWN_FILES.fullmatch(file.stem) and file.stem not in kept:
+        if _OWN_FILES.fullmatch(file.stem) and file.stem not in names:
             file.unlink()
     return drawn
 
@@ -52,42 +52,42 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
     styles = row_styles(rows)
     measures = [None, *comparison.texts]
     for text in measures:
-        drawings += _scores(comparison, styles, text)
+        drawings += _draw_scores(comparison, styles, text)
     for start in dict.fromkeys(row.start for row in rows if row.trained):
-        drawings += _curves([row for row in rows if row.start == start], start)
-    drawings += [terms for row in rows if (terms := _terms(row, styles[row.key])) is not None]
+        drawings += _draw_curves([row for row in rows if row.start == start], start)
+    drawings += [terms for row in rows if (terms := _draw_terms(row, styles[row.key])) is not None]
     for text in measures:
-        drawings += _size(comparison, styles, text)
-    predicted = draw_predictions([each.weighting for each in comparison.beginnings])
+        drawings += _draw_size(comparison, styles, text)
+    predicted = draw_predictions([beginning.weighting for beginning in comparison.beginnings])
     drawings += [] if predicted is None else [predicted]
-    for each in comparison.beginnings:
-        if each.size == TABLE_SIZE:
-            drawings += [_of_start(drawing, each.start) for drawing in draw_weighting(each.weighting)]
+    for beginning in comparison.beginnings:
+        if beginning.size == TABLE_SIZE:
+            drawings += [_name_by_start(drawing, beginning.start) for drawing in draw_weighting(beginning.weighting)]
     return drawings
 
 
-def _spread(row: Row, text: str | None) -> Spread | None:
+def _select_spread(row: Row, text: str | None) -> Spread | None:
     """Return the average score of a row, or its perplexity on a text."""
     return row.average if text is None else row.by_text.get(text)
 
 
-def _measured(comparison: Comparison, text: str | None) -> tuple[Score, Sequence[str]]:
+def _select_score(comparison: Comparison, text: str | None) -> tuple[Score, Sequence[str]]:
     """Return the score and the sets of the average, or of a text."""
     return (comparison.score, comparison.sets) if text is None else (PERPLEXITY, [text])
 
 
-def _scores(comparison: Comparison, styles: Mapping[str, plots.Style], text: str | None) -> list[Drawing]:
+def _draw_scores(comparison: Comparison, styles: Mapping[str, plots.Style], text: str | None) -> list[Drawing]:
     """Return the plot of the average scores, or of the perplexity of a text, if a method has any."""
-    found = {row.key: spread for row in comparison.rows if (spread := _spread(row, text)) is not None}
-    if not any(row.trained and row.key in found for row in comparison.rows):
+    spreads = {row.key: spread for row in comparison.rows if (spread := _select_spread(row, text)) is not None}
+    if not any(row.trained and row.key in spreads for row in comparison.rows):
         return []
-    shown = [row for row in comparison.rows if row.name != TEACHER and row.key in found]
-    dots = [(row.title, styles[row.key], found[row.key]) for row in shown]
-    several = any(len(each.values) > 1 for _, _, each in dots)
+    shown = [row for row in comparison.rows if row.name != TEACHER and row.key in spreads]
+    dots = [(row.title, styles[row.key], spreads[row.key]) for row in shown]
+    several = any(len(spread.values) > 1 for _, _, spread in dots)
     of_seeds = "Mean over seeds, with its standard deviation; the small strokes are the seeds."
     caption = of_seeds if several else "One seed of each method: how much of a difference is chance is not known."
-    teacher = found.get(TEACHER)
-    figure = plots.plot_scores(dots, None if teacher is None else teacher.mean, *_measured(comparison, text))
+    teacher = spreads.get(TEACHER)
+    figure = plots.plot_scores(dots, None if teacher is None else teacher.mean, *_select_score(comparison, text))
     if text is None:
         return [Drawing("scores", "Scores", caption, figure)]
     return [Drawing(f"perplexity_{text}", f"Perplexity of {text}", f"{caption} Lower is better.", figure)]
@@ -105,27 +105,27 @@ def row_styles(rows: Sequence[Row]) -> dict[str, plots.Style]:
     return styles
 
 
-def _of_start(drawing: Drawing, start: str) -> Drawing:
+def _name_by_start(drawing: Drawing, start: str) -> Drawing:
     """Return the plot of one start under its name, in a comparison of starts."""
     if not start:
         return drawing
     return drawing._replace(name=f"{drawing.name}_{start}", title=f"{drawing.title}: from {start}")
 
 
-def _curves(rows: Sequence[Row], start: str) -> list[Drawing]:
+def _draw_curves(rows: Sequence[Row], start: str) -> list[Drawing]:
     styles = plots.method_styles([row.name for row in rows], plain=(TEACHER, UNTRAINED))
     for key, (label, caption) in _CURVES.items():
-        found = [(row, plots.mean_curve([run.history for run in row.ended], key)) for row in rows]
-        curves = [(row.label, styles[row.name], curve) for row, curve in found if plots.is_line(curve)]
+        candidates = [(row, plots.mean_curve([run.history for run in row.ended], key)) for row in rows]
+        curves = [(row.label, styles[row.name], curve) for row, curve in candidates if plots.is_line(curve)]
         if curves:
             if key == "valid_loss" and not rows[0].score.compares_losses:
                 caption += " It is each method's own loss, so that the heights of two methods cannot be compared."
-            made = plots.plot_curves(curves, label)
-            return [_of_start(Drawing("learning_curves", "Learning curves", caption, made), start)]
+            figure = plots.plot_curves(curves, label)
+            return [_name_by_start(Drawing("learning_curves", "Learning curves", caption, figure), start)]
     return []
 
 
-def _terms(row: Row, style: plots.Style) -> Drawing | None:
+def _draw_terms(row: Row, style: plots.Style) -> Drawing | None:
     """Return the plot of a method's loss terms if its loss has several."""
     histories = [run.history for run in row.ended]
     terms = {term: curve for term in row.terms if plots.is_line(curve := plots.mean_curve(histories, term))}
@@ -136,13 +136,13 @@ def _terms(row: Row, style: plots.Style) -> Drawing | None:
     return Drawing(name, f"Terms of the loss: {row.title}", caption, plot_terms(terms, style))
 
 
-def _size(comparison: Comparison, styles: Mapping[str, plots.Style], text: str | None) -> list[Drawing]:
+def _draw_size(comparison: Comparison, styles: Mapping[str, plots.Style], text: str | None) -> list[Drawing]:
     """Return the plot of quality against size, by average score or perplexity; with starts every method has a panel."""
-    of_teacher = None if comparison.teacher is None else _spread(comparison.teacher, text)
+    of_teacher = None if comparison.teacher is None else _select_spread(comparison.teacher, text)
     teacher = None if of_teacher is None else of_teacher.mean
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in comparison.sizes:
-        spread = _spread(row, text)
+        spread = _select_spread(row, text)
         if row.params is not None and spread is not None:
             lines.setdefault(row.key, []).append((row.params, spread.mean))
     drawn = [row for row in comparison.rows if row.key in lines]
@@ -150,7 +150,7 @@ def _size(comparison: Comparison, styles: Mapping[str, plots.Style], text: str |
     if text is not None:
         name, title = f"perplexity_size_{text}", f"Perplexity of {text} against size"
     caption = "Students of several sizes, trained with the settings chosen for the main table"
-    measured = _measured(comparison, text)
+    measured = _select_score(comparison, text)
     if any(row.start for row in drawn):
         starts = plots.method_styles(list(dict.fromkeys(row.start for row in drawn)))
         panels: dict[str, list[plots.Line]] = {}
@@ -158,5 +158,5 @@ def _size(comparison: Comparison, styles: Mapping[str, plots.Style], text: str |
             panels.setdefault(row.label, []).append((row.start, starts[row.start], lines[row.key]))
         return [Drawing(name, title, f"{caption}; a line is a start.", plot_sizes(panels, teacher, *measured))]
     points = [(row.title, styles[row.key], lines[row.key]) for row in drawn]
-    made = [plot_size(points, teacher, *measured)] if any(row.trained for row in drawn) else []
-    return [Drawing(name, title, f"{caption}.", each) for each in made]
+    figures = [plot_size(points, teacher, *measured)] if any(row.trained for row in drawn) else []
+    return [Drawing(name, title, f"{caption}.", figure) for figure in figures]

@@ -11,8 +11,8 @@ from llmdistill.errors import UserError
 METRICS_LOG = "metrics.jsonl"
 
 TOP_SHARED, WRITER_GAP = "top_10_shared", "writer_gap"
-"""Of the student's own answers: the share of its ten most likely tokens that are among the teacher's ten, and the mean
-distance of a token's log-probability from that under what has written it (data.rollout.url)."""
+"""On the student's own answers: the share of its ten most likely tokens that are among the teacher's ten, and the mean
+difference of a token's log-probabilities in the student and in the server that wrote it (data.rollout.url)."""
 
 FIGURES = (
     *("step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "padding_share", "teacher_share"),
@@ -24,7 +24,7 @@ Log = list[dict[str, float]]
 
 
 def read_metrics_log(folder: Path) -> Log:
-    """Read the rows of a run's log, none if it trained nothing; UserError, which names the line, if one is no row."""
+    """Read the rows of a run's log, none if it trained nothing. Raises UserError with the line if one is malformed."""
     file = folder / METRICS_LOG
     if not file.is_file():
         return []
@@ -32,7 +32,7 @@ def read_metrics_log(folder: Path) -> Log:
 
 
 def row_of(line: bytes, where: str) -> dict[str, float]:
-    """Read a row of a log; UserError, which begins with `where`, if it is damaged."""
+    """Read a row of a log. Raises UserError, which begins with `where`, if it is damaged."""
     try:
         row = json.loads(line.decode("utf-8"))
         if not (isinstance(row, dict) and all(isinstance(value, int | float) for value in row.values())):

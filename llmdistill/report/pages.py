@@ -29,7 +29,7 @@ def rendered(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {each.__name__: each for each in FILTERS}
+    environment.filters |= {function.__name__: function for function in FILTERS}
     return environment.get_template(template).render(values)
 
 

@@ -42,7 +42,7 @@ def plot_size(
     axes = figure.subplots()
     _draw_sizes(axes, points, teacher, bins=5)
     axes.set_xlabel(size)
-    scale_scores(axes, "y", [*_scores(points), teacher], score)
+    scale_scores(axes, "y", [*_list_scores(points), teacher], score)
     axes.set_ylabel(score.label(sets))
     last = [sorted(pairs)[-1][1] for _, _, pairs in points]
     plots.legend_below(figure, [*last, teacher] if teacher is not None else last)
@@ -58,8 +58,8 @@ def plot_sizes(
     for axes, points in zip(grid, panels.values(), strict=True):
         _draw_sizes(axes, points, teacher, bins=4, markersize=4)
     figure.supxlabel("parameters", fontsize=9)
-    scores = [value for points in panels.values() for value in _scores(points)]
-    scale_scores(grid[0], "y", [*scores, teacher], score)  # which the others share
+    scores = [value for points in panels.values() for value in _list_scores(points)]
+    scale_scores(grid[0], "y", [*scores, teacher], score)  # sharey: the other panels follow
     figure.supylabel(score.label(sets), fontsize=9)
     _legend_above(figure, *grid[0].get_legend_handles_labels())
     return figure
@@ -92,7 +92,7 @@ def plot_panels(
 
 
 def _legend_above(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Add a legend where it does not lie upon the label of the x axis."""
+    """Add a legend above the panels, where it does not cover the label of the x axis."""
     figure.legend(handles, labels, loc="outside upper right", ncols=plots.legend_columns(labels), fontsize=8)
 
 
@@ -106,5 +106,5 @@ def _draw_sizes(axes: Axes, lines: Sequence[Line], teacher: float | None, *, bin
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plots.short_number(value)))
 
 
-def _scores(lines: Sequence[Line]) -> list[float]:
+def _list_scores(lines: Sequence[Line]) -> list[float]:
     return [value for _, _, pairs in lines for _, value in pairs]

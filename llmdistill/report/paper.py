@@ -61,7 +61,7 @@ class PublishedTable:
     tasks: tuple[str, ...]
     """The tasks that the models are fine-tuned on, as keys of `tasks.TASKS`; none if a suite scores them."""
     out_of_domain: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Sets of other data on which the fine-tuned models are scored too, as in `data.task.out_of_domain` of a run."""
+    """Other data sets that also score the fine-tuned models, as in `data.task.out_of_domain` of a run."""
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
     suite: str | None = None
@@ -79,7 +79,7 @@ class PublishedTable:
 def suite_files(key: str) -> list[str]:
     """Return the names of the files in suites/ that have a key: `methods` (a comparison) or `columns` (a table)."""
     files = (item for item in _SUITES.iterdir() if item.name.endswith(".yaml"))
-    # Names are asked for by --help, which does not wait until YAML has parsed every file.
+    # --help lists these names, and parsing every file as YAML would make it slow.
     return sorted(item.name.removesuffix(".yaml") for item in files if f"\n{key}:" in item.read_text(encoding="utf-8"))
 
 

@@ -102,7 +102,7 @@ def curve_of(values: Mapping[float, Sequence[float]]) -> Curve:
 
 
 def is_line(curve: Curve | None) -> TypeGuard[Curve]:
-    """Whether there is a curve, and it has two points at least: a single point shows no course."""
+    """Return whether there is a curve with at least two points: a single point shows no course."""
     return curve is not None and len(curve.steps) > 1
 
 
@@ -125,7 +125,7 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None, score: Score, sets:
     axes.margins(x=0.08)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
-    scale_scores(axes, "x", [*(value for _, _, found in dots for value in found.values), teacher], score)
+    scale_scores(axes, "x", [*(value for _, _, spread in dots for value in spread.values), teacher], score)
     axes.set_xlabel(score.label(sets))
     return figure
 
@@ -159,7 +159,7 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
     text = io.StringIO()
     # The salt makes the ids reproducible, and different between two plots in one page.
     with rc_context({**STYLE, "svg.hashsalt": name}):
-        # Laid out once: to lay out each file takes longer than to draw it.
+        # Lay out once for both files: a constrained layout takes longer than the drawing.
         figure.draw_without_rendering()
         figure.set_layout_engine(None)
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -208,19 +208,19 @@ def scale_y(axes: Axes, curves: Sequence[Curve], ticks: int = 6, *, log: bool = 
     if not log or low <= 0 or high / low <= 10:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=ticks))
         return
-    _log_scale(axes, "y", high / low)
+    _set_log_scale(axes, "y", high / low)
 
 
 def scale_scores(axes: Axes, which: Literal["x", "y"], scores: Sequence[float | None], score: Score) -> None:
     if score.over_decades:
         known = [value for value in scores if value is not None]
-        _log_scale(axes, which, max(known) / min(known))
+        _set_log_scale(axes, which, max(known) / min(known))
 
 
-def _log_scale(axes: Axes, which: Literal["x", "y"], ratio: float) -> None:
+def _set_log_scale(axes: Axes, which: Literal["x", "y"], ratio: float) -> None:
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
-    # Side by side there is room for fewer numbers.
+    # On the x axis the numbers stand side by side, so fewer fit.
     wide = LogLocator(subs=(1.0,) if ratio > 100 else (1.0, 3.0), numticks=6 if which == "x" else 12)
     axis.set_major_locator(wide if ratio > 10 else MaxNLocator(nbins=6))
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
@@ -237,5 +237,5 @@ def legend_below(figure: Figure, heights: Sequence[float]) -> None:
     """Add a legend below, in the order of the lines' last values from the top."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     order = sorted(range(len(handles)), key=lambda index: -heights[index])
-    kept, names = [handles[index] for index in order], [labels[index] for index in order]
-    figure.legend(kept, names, loc="outside lower center", ncols=legend_columns(labels), fontsize=8)
+    ordered, names = [handles[index] for index in order], [labels[index] for index in order]
+    figure.legend(ordered, names, loc="outside lower center", ncols=legend_columns(labels), fontsize=8)

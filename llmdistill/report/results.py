@@ -109,17 +109,17 @@ class Row:
     @property
     def by_set(self) -> dict[str, Spread]:
         """The scores over seeds by test set; empty if every run failed."""
-        return _by_name([run.scores or {} for run in self.ended])
+        return _spread_by_name([run.scores or {} for run in self.ended])
 
     @property
     def by_text(self) -> dict[str, Spread]:
         """The perplexity over seeds by text."""
-        return _by_name([run.texts for run in self.ended])
+        return _spread_by_name([run.texts for run in self.ended])
 
     @property
     def average(self) -> Spread | None:
         """The average over the test sets, over seeds; None if every run failed."""
-        return _over_runs(self.score.mean(run.scores.values()) for run in self.ended if run.scores is not None)
+        return _spread_over_runs(self.score.mean(run.scores.values()) for run in self.ended if run.scores is not None)
 
     @property
     def settings(self) -> Mapping[str, Any] | None:
@@ -128,12 +128,12 @@ class Row:
 
     @property
     def valid(self) -> Spread | None:
-        return _over_runs(run.valid for run in self.ended if run.valid is not None)
+        return _spread_over_runs(run.valid for run in self.ended if run.valid is not None)
 
     @property
     def perplexity(self) -> Spread | None:
         """The geometric mean over the test sets of the references' perplexity, over seeds; None if not measured."""
-        return _over_runs(mean_perplexity(run.perplexity) for run in self.ended if run.perplexity)
+        return _spread_over_runs(mean_perplexity(run.perplexity) for run in self.ended if run.perplexity)
 
     def cost(self, key: str) -> float | None:
         """Return the median over seeds of one of COSTS."""
@@ -141,13 +141,13 @@ class Row:
         return statistics.median(values) if values else None
 
 
-def _over_runs(values: Iterable[float]) -> Spread | None:
-    found = list(values)
-    return spread(found) if found else None
+def _spread_over_runs(values: Iterable[float]) -> Spread | None:
+    numbers = list(values)
+    return spread(numbers) if numbers else None
 
 
-def _by_name(values: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    return {name: spread([each[name] for each in values]) for name in (values[0] if values else ())}
+def _spread_by_name(values: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    return {name: spread([of_run[name] for of_run in values]) for name in (values[0] if values else ())}
 
 
 @dataclass(frozen=True, kw_only=True)

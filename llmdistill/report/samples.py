@@ -32,9 +32,10 @@ def read_samples(folders: Mapping[str, Path], sets: Sequence[str]) -> list[Sampl
     samples = []
     for number, name in enumerate(sets):
         files = {model: folder / f"{name}.jsonl" for model, folder in folders.items()}
-        # By the prompt: models with different tokenizers drop different ones for their length.
+        # Match the rows by prompt and references, not by index: models with different tokenizers drop different
+        # prompts for their length.
         answers = {
-            model: {(_prompt(row), *row["references"]): row for row in json_lines(file)}
+            model: {(_join_prompt(row), *row["references"]): row for row in json_lines(file)}
             for model, file in files.items()
             if file.is_file()
         }
@@ -42,18 +43,20 @@ def read_samples(folders: Mapping[str, Path], sets: Sequence[str]) -> list[Sampl
         wanted = SAMPLES // len(sets) + (number < SAMPLES % len(sets))
         for index in dict.fromkeys(len(rows) * k // wanted for k in range(min(wanted, len(rows)))):
             key, row = rows[index]
-            told = {model: each[key]["predictions"] for model, each in answers.items() if key in each}
-            said = {model: _shortened(next(iter(each.values()))) for model, each in told.items()}
-            prompt, reference = _shortened(_prompt(row)), _shortened(row["references"][0])
-            samples.append(Sample(set=name, prompt=prompt, reference=reference, answers=said))
+            predictions = {
+                model: by_prompt[key]["predictions"] for model, by_prompt in answers.items() if key in by_prompt
+            }
+            first_pass = {model: _shorten(next(iter(passes.values()))) for model, passes in predictions.items()}
+            prompt, reference = _shorten(_join_prompt(row)), _shorten(row["references"][0])
+            samples.append(Sample(set=name, prompt=prompt, reference=reference, answers=first_pass))
     return samples
 
 
-def _prompt(row: Mapping[str, Any]) -> str:
+def _join_prompt(row: Mapping[str, Any]) -> str:
     messages = [f"{turn['role']}: {turn['content']}" for turn in row.get("messages", [])]
     parts = [row.get("instruction"), row.get("input"), row.get("prompt"), *messages]
     return "\n\n".join(part for part in parts if part)
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST].rstrip()} …"

@@ -1,4 +1,4 @@
-"""What a comparison scores its models by: which of two scores is the better one, and how scores are read and shown."""
+"""The scores of a comparison: which of two is better, and how to read and format them."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Score:
         return what if self.higher_is_better else f"{what}\n(lower is better)"  # in a line it is longer than an axis
 
 
-def _of_texts(results: Results) -> dict[str, float] | None:
+def _read_texts(results: Results) -> dict[str, float] | None:
     texts = results.get("texts")
-    return None if texts is None else {name: each["perplexity"] for name, each in texts.items() if name != VALID}
+    return None if texts is None else {name: text["perplexity"] for name, text in texts.items() if name != VALID}
 
 
 ROUGE_L = Score(
@@ -84,7 +84,7 @@ PERPLEXITY = Score(
     averaged="the geometric mean of the texts",
     over_decades=True,
     compares_losses=False,
-    of_sets=_of_texts,
+    of_sets=_read_texts,
     of_validation=lambda results: results.get("texts", {}).get(VALID, {}).get("perplexity"),
     mean=statistics.geometric_mean,
     show=show_perplexity,

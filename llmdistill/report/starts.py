@@ -40,7 +40,7 @@ class Matrix(NamedTuple):
     """None for a matrix that stays dense."""
     form: Form
     costs: list[tuple[int, float]]
-    """Ranks and what it costs to cut the matrix alone to them."""
+    """Ranks, each with the cost of lowering this matrix alone to it."""
 
     @property
     def kept(self) -> float:
@@ -61,43 +61,45 @@ def matrices(weighting: Mapping[str, Any]) -> list[Matrix]:
     """Return the matrices of a weighted student by layer; none if they are not in numbered layers."""
     ranks, spectra = weighting.get("ranks", {}), weighting.get("spectra", {})
     places = {name: re.fullmatch(r"(?:.*?\.)?(\d+)\.(.+)", name) for name in spectra or ranks}
-    kinds = _short({place[2] for place in places.values() if place is not None})
-    found = []
+    kinds = _shorten_names({place[2] for place in places.values() if place is not None})
+    decomposed = []
     for name, place in places.items():
         if place is not None:
             measured = spectra.get(name, {})
             shape = tuple(measured["shape"]) if measured else None
             costs = [(int(rank), float(cost)) for rank, cost in measured.get("costs", [])]
             layer, form = int(place[1]) + 1, weighting.get("form", "plain")
-            found.append(Matrix(layer, kinds[place[2]], shape, ranks.get(name), form, costs))
-    return found
+            decomposed.append(Matrix(layer, kinds[place[2]], shape, ranks.get(name), form, costs))
+    return decomposed
 
 
 def draw_weighting(weighting: Mapping[str, Any]) -> list[Drawing]:
-    """Return the ranks of a weighted student if they differ, and the spectra if they are in the unit of the loss."""
-    found = matrices(weighting)
+    """Draw the ranks of a weighted student if they differ, and the spectra if they are in the unit of the loss."""
+    decomposed = matrices(weighting)
     drawings = []
-    if len({matrix.rank for matrix in found if matrix.rank is not None}) > 1:
+    if len({matrix.rank for matrix in decomposed if matrix.rank is not None}) > 1:
         caption = (
             "The rank of each matrix; the darker, the larger the share of its parameters that is kept. A cross marks a "
             "matrix that stays dense."
         )
-        drawings.append(Drawing("ranks", "Ranks by layer and kind of matrix", caption, plot_ranks(found)))
-    if weighting.get("weighting") == "gradients" and any(matrix.costs for matrix in found):
+        drawings.append(Drawing("ranks", "Ranks by layer and kind of matrix", caption, plot_ranks(decomposed)))
+    if weighting.get("weighting") == "gradients" and any(matrix.costs for matrix in decomposed):
         caption = (
             "The loss that each singular value is predicted to save: its square in the unit of the loss, which is the "
             "same for all matrices. A line is a layer; the dot is the rank that the student takes."
         )
-        drawings.append(Drawing("spectra", "Singular values in the unit of the loss", caption, plot_spectra(found)))
+        drawings.append(
+            Drawing("spectra", "Singular values in the unit of the loss", caption, plot_spectra(decomposed))
+        )
     return drawings
 
 
 def draw_predictions(weightings: Sequence[Mapping[str, Any]]) -> Drawing | None:
     """Return the plot of predicted against measured losses of several students; None for fewer than three of them."""
     points = [
-        (each["predicted_loss"], min(each["held_out"].values()))
-        for each in weightings
-        if each.get("weighting") == "gradients" and each.get("held_out")
+        (weighting["predicted_loss"], min(weighting["held_out"].values()))
+        for weighting in weightings
+        if weighting.get("weighting") == "gradients" and weighting.get("held_out")
     ]
     points = [point for point in points if min(point) > 0]
     if len(points) < 3:
@@ -127,16 +129,16 @@ def plot_predictions(points: Sequence[tuple[float, float]]) -> Figure:
 
 
 @rc_context(STYLE)
-def plot_ranks(found: Sequence[Matrix]) -> Figure:
+def plot_ranks(decomposed: Sequence[Matrix]) -> Figure:
     """Plot the ranks by layer and kind of matrix, darker for a larger share of the matrix' parameters."""
-    kinds = list(dict.fromkeys(matrix.kind for matrix in found))
-    layers = sorted({matrix.layer for matrix in found})
+    kinds = list(dict.fromkeys(matrix.kind for matrix in decomposed))
+    layers = sorted({matrix.layer for matrix in decomposed})
     columns = range(len(layers))
     figure = new_figure(WIDTH, 0.8 + 0.3 * len(kinds))
     axes = figure.subplots()
     shares = np.full((len(kinds), len(layers)), np.nan)
     dense = []
-    for matrix in found:
+    for matrix in decomposed:
         line, column = kinds.index(matrix.kind), layers.index(matrix.layer)
         shares[line, column] = matrix.kept
         if matrix.rank is None:
@@ -159,14 +161,14 @@ def plot_ranks(found: Sequence[Matrix]) -> Figure:
 
 
 @rc_context(STYLE)
-def plot_spectra(found: Sequence[Matrix]) -> Figure:
+def plot_spectra(decomposed: Sequence[Matrix]) -> Figure:
     """Plot the loss that each singular value saves: a panel for a kind, a line for a layer, and a dot at its rank."""
-    kinds = list(dict.fromkeys(matrix.kind for matrix in found if matrix.costs))
-    layers = sorted({matrix.layer for matrix in found})
+    kinds = list(dict.fromkeys(matrix.kind for matrix in decomposed if matrix.costs))
+    layers = sorted({matrix.layer for matrix in decomposed})
     colors = {layer: _DEPTHS(0.2 + 0.7 * index / max(len(layers) - 1, 1)) for index, layer in enumerate(layers)}
     figure, panels = panel_grid(kinds, 0.7, 1.5, sharey=True)
     for axes, kind in zip(panels, kinds, strict=True):
-        for matrix in found:
+        for matrix in decomposed:
             if matrix.kind == kind:
                 _draw_spectrum(axes, matrix, colors[matrix.layer])
         axes.set_yscale("log")
@@ -183,7 +185,7 @@ def plot_spectra(found: Sequence[Matrix]) -> Figure:
 
 
 def _draw_spectrum(axes: Axes, matrix: Matrix, color: Any) -> None:
-    """Draw what the singular values between two ranks save on average, over the middle of these ranks."""
+    """Draw the mean saving of the singular values between two ranks, over the middle of these ranks."""
     steps = zip(matrix.costs[:-1], matrix.costs[1:], strict=True)
     points = [((low + high + 1) / 2, (before - after) / (high - low)) for (low, before), (high, after) in steps]
     points = [(place, saved) for place, saved in points if saved > 0]  # a logarithm needs them positive
@@ -196,7 +198,7 @@ def _draw_spectrum(axes: Axes, matrix: Matrix, color: Any) -> None:
         axes.plot(*nearest, marker="o", markersize=3.5, color=color)
 
 
-def _short(kinds: set[str]) -> dict[str, str]:
+def _shorten_names(kinds: set[str]) -> dict[str, str]:
     """Return the last part of each name, or the whole name where several names have this last part."""
     lasts = [kind.rsplit(".", 1)[-1] for kind in kinds]
     return {kind: last if lasts.count(last) == 1 else kind for kind, last in zip(kinds, lasts, strict=True)}

@@ -64,19 +64,19 @@ def draw_training(log: Log) -> list[Drawing]:
 
 def with_loss(scores: ScoreTable, log: Log) -> ScoreTable:
     """Return the table with the student's last loss, if there is no set to score models on and a loss is known."""
-    loss = None if scores.columns else _last_loss(log)
+    loss = None if scores.columns else _find_last_loss(log)
     if loss is None:
         return scores
     rows = {key: [loss[1] if key == "student" else ""] for key in scores.rows}
     return replace(scores, columns=[loss[0]], rows=rows, legend=f"No set to score on; the {loss[0]} is the last.")
 
 
-def _last_loss(log: Log) -> tuple[str, str] | None:
+def _find_last_loss(log: Log) -> tuple[str, str] | None:
     """Return the name and the last value of the validation loss, or else of the training loss; None without both."""
     for key, name in (("valid_loss", "validation loss"), ("loss", "training loss")):
-        found = [row[key] for row in log if key in row and row["step"] > 0]
-        if found:
-            return name, f"{found[-1]:.4g}"
+        values = [row[key] for row in log if key in row and row["step"] > 0]
+        if values:
+            return name, f"{values[-1]:.4g}"
     return None
 
 
@@ -99,7 +99,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
     log = read_metrics_log(folder)
     if not any(key in metrics for key in MODELS):
         write_json(folder / "metrics.json", metrics)
-        loss = _last_loss(log)
+        loss = _find_last_loss(log)
         ended = "" if loss is None else f" The {loss[0]} at the end is {loss[1]}."
         print_result(f"No model was to be scored; the run is in {folder}.{ended}")
         return

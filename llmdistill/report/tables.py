@@ -62,13 +62,13 @@ def print_table(
 ) -> None:
     """Print a table; `left`: indices of left-aligned columns, `turned`: rows become columns on a narrow terminal."""
     terminal = console or Console()
-    if turned and _width(header, rows) > terminal.width:
+    if turned and _total_width(header, rows) > terminal.width:
         header, *rows = [list(line) for line in zip(header, *rows, strict=True)]
     # Two characters between columns, as _width counts.
     table = Table(title=title, title_justify="left", box=box.HORIZONTALS, pad_edge=False, padding=(0, 1, 0, 0))
-    widths = _widths(header, rows)
+    widths = _column_widths(header, rows)
     if (
-        _width(header, rows)
+        _total_width(header, rows)
         <= terminal.width
         < sum(2 + max(*pair) for pair in zip(widths, map(len, header), strict=True))
     ):
@@ -81,11 +81,11 @@ def print_table(
     terminal.print(table)
 
 
-def _width(header: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+def _total_width(header: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     """Return the width of a table, in characters, at which only the header wraps, and only at spaces."""
-    return sum(2 + width for width in _widths(header, rows))
+    return sum(2 + width for width in _column_widths(header, rows))
 
 
-def _widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+def _column_widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
     columns = ([*name.split(), *column] for name, *column in zip(header, *rows, strict=True))
     return [max(map(len, column), default=0) for column in columns]

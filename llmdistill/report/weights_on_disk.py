@@ -55,7 +55,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
                 count, kind = math.prod(values.get_shape()), values.get_dtype()
                 formats[kind] = formats.get(kind, 0) + count
                 part = EMBEDDINGS if _EMBEDDINGS.search(name) else FACTORS if _FACTORS.search(name) else OTHERS
-                bits = re.search(r"\d+", kind)  # in the name of the format
+                # Formats such as F8_E4M3 or BOOL: the first number in the name is the bits, and no number means a byte.
+                bits = re.search(r"\d+", kind)
                 parts[part] += count * (1 if bits is None else max(1, int(bits.group()) // 8))
     size = sum(path.stat().st_size for path in files)
     return Checkpoint(size=size, formats=formats, parts=parts) if any(parts.values()) else None
