@@ -123,8 +123,8 @@ def parse_run(
         settings |= settings_of(kind, f"{method}.")
     below: dict[str, Any] = {}
     words: list[str] = []
-    # One command line for jsonargparse, which lets a later word win: before each layer stand the defaults of the settings
-    # that it takes back.
+    # Write one command line for jsonargparse, where a later word wins: before each layer come the defaults of the
+    # settings that it takes back.
     for layer, layer_words in (*layers, (typed, rest)):
         back = overrides.taken_back(layer, below, settings)
         words += [*overrides.flags(back), *layer_words]

@@ -83,7 +83,7 @@ def _draw_scores(comparison: Comparison, styles: Mapping[str, plots.Style], text
         return []
     shown = [row for row in comparison.rows if row.name != TEACHER and row.key in spreads]
     dots = [(row.title, styles[row.key], spreads[row.key]) for row in shown]
-    several = any(len(spread.values) > 1 for _, _, spread in dots)
+    several = any(len(scores.values) > 1 for _, _, scores in dots)
     of_seeds = "Mean over seeds, with its standard deviation; the small strokes are the seeds."
     caption = of_seeds if several else "One seed of each method: how much of a difference is chance is not known."
     teacher = spreads.get(TEACHER)
