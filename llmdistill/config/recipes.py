@@ -61,6 +61,7 @@ def extended(parser: ArgumentParser, path: Path) -> dict[Path, dict[str, Any]]:
             raise UserError(
                 f"{last}: extends {base}: neither a shipped recipe nor a file; give a path from this recipe's folder"
             )
+        # samefile and not ==, because a path may be written in several ways.
         if any(file.samefile(other) for other in recipes):
             raise UserError(f"{last}: extends {base}, which itself builds on this one: take one extends out")
         last, recipes[file] = file, _read_recipe(parser, file)

@@ -61,6 +61,7 @@ class UniqueKeys(yaml.SafeLoader):
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
             if name in seen:
                 raise TwiceError(None, None, f"{key.value} is given twice", key.start_mark)
+            # YAML's merge key << may stand in a mapping several times.
             seen.add(name if name is not None and key.tag != "tag:yaml.org,2002:merge" else object())
         return super().construct_mapping(node, deep)
 
@@ -90,7 +91,7 @@ def check_unique(text: str, where: str) -> None:
         raise UserError(f"{where}{line}: {twice[0]} is given twice: leave one of them out")
 
 
-_MOST_BITS = 63
+_MOST_BITS = 63  # larger numbers do not fit into the integers of numpy and torch
 
 
 def check_plain(value: Any, key: str) -> None:

@@ -166,9 +166,10 @@ def _find_culprit(config: PreTrainedConfig, error: Exception) -> tuple[str, Any]
 
     Each changed key is set back to the class's default, first those whose name or value the error mentions.
     """
+    # The error may come from the machine, and not from the config: then the model can be built now.
     with suppress(Exception):
         _build(copy.deepcopy(config))
-        return None  # none is at fault
+        return None
     values, defaults, end = config.to_dict(), _default_values(config), time.monotonic() + _SECONDS
     changed = [(path, value) for path, value in _walk_values(values) if path not in defaults or defaults[path] != value]
 

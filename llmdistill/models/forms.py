@@ -1,4 +1,4 @@
-"""The table of the forms that a student can have beside dense and factorized, and what is asked of all of them."""
+"""The table of the forms that a student can have beside dense and factorized, and functions that go through it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ FORMS: list[StudentForm] = [Adapters(), FewBits()]
 
 
 def describe(settings: StudentConfig) -> str:
-    """What the forms add to the first lines of a run."""
+    """Return what the forms add to the first lines of a run."""
     return "".join(form.describe(settings) for form in FORMS)
 
 
 def adapt(model: PreTrainedModel, settings: StudentConfig, seed: int) -> None:
-    """Add what a student learns with, in place."""
+    """Prepare a student for training, in place."""
     for form in FORMS:
         form.add(model, settings, seed)
 
 
 def learns_by_a_form(settings: StudentConfig) -> bool:
-    """Whether the parameters of a form alone are trained."""
+    """Return whether only the parameters of a form are trained."""
     return any(form.is_all_that_learns(settings) for form in FORMS)
 
 
@@ -43,12 +43,12 @@ def finish(model: PreTrainedModel, settings: StudentConfig, state: dict[str, Ten
 
 
 def saved_form(config: PreTrainedConfig) -> StudentForm | None:
-    """The form that a saved model has; None for a dense or factorized one."""
+    """Return the form of a saved model; None for a dense or factorized one."""
     return form_of(getattr(config, "quantization_config", None))
 
 
 def form_of(saved: Any) -> StudentForm | None:
-    """The form that a model with this quantization_config has."""
+    """Return the form of a model with this quantization_config."""
     return next((form for form in FORMS if form.saved_as(saved) is not None), None)
 
 

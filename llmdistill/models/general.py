@@ -127,6 +127,7 @@ def is_linear(module: nn.Module) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(size, generator=generator, device="cpu") for size in ((2, 3), (5, 3), (5,)))
+    # A shallow copy with a tiny matrix: the trial costs nothing, and also works for a module on the meta device.
     trial = copy.copy(module)
     vars(trial).update(_parameters={"weight": weight, "bias": None if module.bias is None else bias})
     trial.in_features, trial.out_features = 3, 5

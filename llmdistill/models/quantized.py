@@ -53,17 +53,17 @@ def quantized_linears(model: PreTrainedModel) -> list[str]:
 
     Raises UserError if there is none.
     """
-    found = [name for name, module in in_lists(model) if type(module) is nn.Linear]
-    if not found:
+    names = [name for name, module in in_lists(model) if type(module) is nn.Linear]
+    if not names:
         raise UserError(
             f"{type(model).__name__} has no nn.Linear in its layers, and torchao rounds no other weights: keep it as "
             "it is, or factorize it by svd, whose factors are linears"
         )
-    return found
+    return names
 
 
 def fake_quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
-    """Let the linears of the layers round their weights in each forward pass, in place; gradients pass the rounding.
+    """Make the linears of the layers round their weights in each forward pass, in place; gradients pass the rounding.
 
     torchao gives no gradient to a weight that it clips, and it clips the largest of a row or group: its scale is their
     largest magnitude / 127.5 or 7.5, so that a positive one rounds to 128 or 8. Here each weight has its gradient.
@@ -118,7 +118,7 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     elif settings.packed:  # as a factorized student without factors
         config = AutoQuantizationConfig.from_dict({"quant_method": "llmdistill", "quantize": saved})
     else:
-        config = TorchAoConfig(_of_torchao(settings.weights, group_size))
+        config = TorchAoConfig(_make_torchao_config(settings.weights, group_size))
     model.config.quantization_config = config
     model.hf_quantizer = AutoHfQuantizer.from_config(config)
 
@@ -128,22 +128,27 @@ def _transform(model: PreTrainedModel, settings: QuantizeConfig, transform: Call
 
     names = quantized_linears(model)
     group_size = settings.group_size or DEFAULT_GROUPS[settings.weights]
+    # torchao cuts a row only into equal groups; a linear whose rows do not divide gets one scale a row.
     grouped = {
         name for name in names if group_size and cast(Any, model.get_submodule(name)).in_features % group_size == 0
     }
     for chosen, size in ((grouped, group_size), (set(names) - grouped, None)):
-        quantize_(model, transform(_of_torchao(settings.weights, size)), lambda _, name, chosen=chosen: name in chosen)
+        quantize_(
+            model,
+            transform(_make_torchao_config(settings.weights, size)),
+            lambda _, name, chosen=chosen: name in chosen,
+        )
 
 
-def _of_torchao(weights: str, group_size: int | None) -> Any:
+def _make_torchao_config(weights: str, group_size: int | None) -> Any:
     from torchao.quantization import IntxWeightOnlyConfig, PerAxis, PerGroup
 
     granularity = PerAxis(0) if group_size is None else PerGroup(group_size)
     return IntxWeightOnlyConfig(weight_dtype=getattr(torch, weights), granularity=granularity)
 
 
-def _quantized(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """The modules whose weight is a tensor of torchao, and this weight."""
+def _quantized_modules(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Return the modules whose weight is a tensor of torchao, each with this weight."""
     from torchao.utils import TorchAOBaseTensor
 
     return [
@@ -161,11 +166,11 @@ def settle_loaded(model: PreTrainedModel) -> None:
     """
     loaded: Any = model
     loaded._weight_conversions = [
-        each
-        for each in loaded._weight_conversions
-        if not any(isinstance(operation, TorchAoDeserialize) for operation in getattr(each, "operations", ()))
+        conversion
+        for conversion in loaded._weight_conversions
+        if not any(isinstance(operation, TorchAoDeserialize) for operation in getattr(conversion, "operations", ()))
     ]
-    for module, weight in _quantized(model):
+    for module, weight in _quantized_modules(model):
         if weight.dtype != model.dtype:
             module.weight = nn.Parameter(weight.to(model.dtype), requires_grad=False)
 
@@ -175,9 +180,9 @@ def dequantize(model: PreTrainedModel) -> None:
     """Replace quantized weights, if there are any, by the numbers they stand for, in place; factors stay factors."""
     if bits_of(model.config) is None:
         return
-    for module, weight in _quantized(model):
+    for module, weight in _quantized_modules(model):
         module.weight = nn.Parameter(weight.dequantize())
-        vars(module).pop("extra_repr", None)
+        vars(module).pop("extra_repr", None)  # with which torchao describes the quantized weight
     cast(Any, model).hf_quantizer.remove_quantization_config(model)
     for module in model.modules():
         vars(getattr(module, "config", model)).pop("_is_quantized", None)
@@ -187,19 +192,21 @@ class PackedTorchAo(TorchAoHfQuantizer):
     """transformers' quantizer for torchao, with two int4 weights in a byte of the files."""
 
     def __init__(self, weights: str, group_size: int | None) -> None:
-        super().__init__(TorchAoConfig(_of_torchao(weights, group_size)))
+        super().__init__(TorchAoConfig(_make_torchao_config(weights, group_size)))
         self.packs = weights == "int4"
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors, metadata = super().get_state_dict_and_metadata(model)
         if self.packs:
-            tensors = {name: pack(each) if name.endswith("._weight_qdata") else each for name, each in tensors.items()}
+            tensors = {
+                name: pack(tensor) if name.endswith("._weight_qdata") else tensor for name, tensor in tensors.items()
+            }
         return tensors, metadata
 
     def get_weight_conversions(self) -> list[Any]:
         conversions: list[Any] = super().get_weight_conversions()
-        for each in conversions:
-            each.operations = [_Unpack(self)]
+        for conversion in conversions:
+            conversion.operations = [_Unpack(self)]
         return conversions
 
 
@@ -207,12 +214,12 @@ class _Unpack(TorchAoDeserialize):
     """Makes a weight of torchao from its parts, of which the integers may be packed."""
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        found = dict(input_dict)
-        (integers,) = found["_weight_qdata"]
+        parts = dict(input_dict)
+        (integers,) = parts["_weight_qdata"]
         if integers.dtype == torch.uint8:
             shape = kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape
-            found["_weight_qdata"] = [unpack(integers, shape)]
-        return super().convert(found, *args, **kwargs)
+            parts["_weight_qdata"] = [unpack(integers, shape)]
+        return super().convert(parts, *args, **kwargs)
 
 
 class FewBits(StudentForm):

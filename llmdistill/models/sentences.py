@@ -291,6 +291,7 @@ def _pool_tokens(hidden_BTW: Tensor, is_real_BT1: Tensor, mode: PoolingMode) -> 
     if mode == "max":
         return hidden_BTW.masked_fill(~is_real_BT1, float("-inf")).amax(1)
     if mode in ("cls", "lasttoken"):
+        # argmax finds the first real token, because padding may be on the left.
         real_BT = is_real_BT1[:, :, 0].int()
         at_B = real_BT.argmax(1) if mode == "cls" else length - 1 - real_BT.flip(1).argmax(1)
         return hidden_BTW.gather(1, at_B[:, None, None].expand(-1, 1, hidden_BTW.shape[2]))[:, 0]

@@ -80,6 +80,7 @@ def load_sharded(
     for tensor, (old, names) in zip(tensors, parameters.items(), strict=True):
         value = torch.empty(old.shape, dtype=dtype) if tensor is None else tensor[1]().to(dtype)
         parameter = nn.Parameter(value, requires_grad=old.requires_grad)
+        # transformers initializes, in initialize_weights below, only parameters without this mark.
         parameter._is_hf_initialized = tensor is not None  # type: ignore[attr-defined]
         for name in names:
             module, _, leaf = name.rpartition(".")

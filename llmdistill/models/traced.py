@@ -133,7 +133,7 @@ def _trace(kind: type[PreTrainedConfig], settings: str) -> Traced | str:
         ffn_up=up,
         ffn_gate=gate,
         ffn_down=down,
-        scores_are_products=0 not in windows,
+        scores_are_products=0 not in windows,  # 0 is a mask of another kind than causality and windows
         num_layers=len(calls),
         hidden_size=width,
         num_heads=query[1],

@@ -25,7 +25,7 @@ def rendered(template: str, **values: Any) -> str:
     environment = Environment(
         loader=PackageLoader("llmdistill", "report/templates"),
         autoescape=select_autoescape(enabled_extensions=("html.j2",)),
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a misspelled variable is an error instead of an empty text
         trim_blocks=True,
         lstrip_blocks=True,
     )

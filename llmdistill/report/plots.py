@@ -162,6 +162,7 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
         # Lay out once for both files: a constrained layout takes longer than the drawing.
         figure.draw_without_rendering()
         figure.set_layout_engine(None)
+        # Without date and versions, so that the same data give the same bytes.
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         figure.savefig(folder / f"{name}.png", dpi=160, metadata={"Software": None})
     (folder / f"{name}.svg").write_text(text.getvalue(), encoding="utf-8")
@@ -171,7 +172,9 @@ def save_plot(figure: Figure, folder: Path, name: str) -> str:
 def inline_svg(svg: str, label: str) -> str:
     """Return an SVG as an element of an HTML page, in its colors; `label` is for screen readers and escaped already."""
     svg = svg[svg.index("<svg") :]
+    # The groups of all plots have the same ids, which must be unique in a page.
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    # In a dark page the text is light, and the plot follows it.
     svg = re.sub(rf"(fill|stroke): {INK}", r"\1: currentColor", svg)
     svg = re.sub(rf"(fill|stroke): {PAPER}", r"\1: none", svg)
     box = re.search(r'viewBox="[^"]*"', svg)

@@ -270,6 +270,7 @@ def describe_finding(rows: Sequence[Row], sets: Sequence[str]) -> str:
     if best.std is None or second.std is None:
         lead = f"{first} is {points(gap)} {better} the next best, {runner_up}, {where}"
         return f"{lead}; from one seed, so that chance is not excluded."
+    # The means of two methods over their seeds are independent, so their variances add up.
     error = math.hypot(best.std / math.sqrt(len(best.values)), second.std / math.sqrt(len(second.values)))
     margin = f"(standard error of the difference {score.show(error)})"
     if gap > error:

@@ -41,6 +41,7 @@ def read_samples(folders: Mapping[str, Path], sets: Sequence[str]) -> list[Sampl
         }
         rows = list(next(iter(answers.values()), {}).items())
         wanted = SAMPLES // len(sets) + (number < SAMPLES % len(sets))
+        # Spread over the set, because neighboring examples are often alike.
         for index in dict.fromkeys(len(rows) * k // wanted for k in range(min(wanted, len(rows)))):
             key, row = rows[index]
             predictions = {

@@ -104,6 +104,7 @@ def draw_predictions(weightings: Sequence[Mapping[str, Any]]) -> Drawing | None:
     points = [point for point in points if min(point) > 0]
     if len(points) < 3:
         return None
+    # In logarithms, because the losses of students of several sizes span orders of magnitude.
     correlation = float(np.corrcoef(np.log(points).T)[0, 1])
     caption = (
         "Each untrained student's predicted loss and its divergence from the teacher on held-out data, in nats per "

@@ -110,6 +110,7 @@ def block_loss(
                 first = 0 if visibility.window is None else max(0, rows.start - visibility.window + 1)
                 keys = slice(first, rows.stop if visibility.causal else tokens)
                 size = (*ours.query_SHTD.shape[:2], rows.stop - rows.start, keys.stop - keys.start)
+                # Views of the same memory for every block, so that it stays in cache.
                 s, t, spare = (buffer[: math.prod(size)].view(size) for buffer in buffers)
                 queries_NXD = ours.queries(rows)
                 ours.scores(queries_NXD, keys, out=s)
@@ -210,6 +211,7 @@ class _StripGradient:
         )
         if self.of_query_SHTD is not None:
             query_NXD = product(derivative_NXJ, strip.key_NTD[:, keys], strip.dtype).mul_(factor_NX1)
+            # If one tensor is queries and keys, both gradients are added up in the buffer of the keys, in fp32.
             if self.both and self.by_key_NTD is not None:
                 self.by_key_NTD[:, rows] += query_NXD
             else:

@@ -217,7 +217,7 @@ class _FewExponentials:
         for_p, for_q = (buffer[: len(student)] for buffer in self.buffers)
         kinds = {term.divergence for term in self.terms}
         values: dict[Divergence | None, Tensor] = {}
-        student.sub_(student.amax(-1, keepdim=True))
+        student.sub_(student.amax(-1, keepdim=True))  # so that no exponential overflows
         if kinds != {None}:
             assert teacher is not None, "a divergence needs a teacher"
             teacher.sub_(teacher.amax(-1, keepdim=True))
@@ -235,6 +235,7 @@ class _FewExponentials:
                     return None
         shared = kinds != {None} and self.temperature == 1
         if None in kinds:
+            # The teacher's logits are not needed any more, so their memory holds the student's second exponentials.
             free = for_q if teacher is None or kinds == {None} else teacher
             label_q, label_total = (q, q_total) if shared else _exponentiate(student, 1.0, out=free)
             values[None] = label_total.log() - student.gather(1, labels[:, None])

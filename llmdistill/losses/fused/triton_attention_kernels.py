@@ -196,6 +196,7 @@ def row_values(
         else:
             student_new = tl.maximum(student_max, tl.max(tl.where(seen, s, -float("inf")), 1))
             teacher_new = tl.maximum(teacher_max, tl.max(tl.where(seen, t, -float("inf")), 1))
+            # Online softmax: a new maximum rescales all sums so far.
             student_decay = tl.where(student_sum > 0, tl.exp(student_max - student_new), 0.0)
             teacher_decay = tl.where(teacher_sum > 0, tl.exp(teacher_max - teacher_new), 0.0)
             student_share = tl.where(seen, tl.exp(s - student_new[:, None]), 0.0)
