@@ -49,7 +49,7 @@ def compare_table(
     launcher = Launcher(tuple(launcher_flags), parsed.trials_at_once)
     launcher.check()
     root = Path(parsed.output_dir or f"runs/{table.name}")
-    study = TableStudy(table=table, configs=configs, models=models, root=root, launcher=launcher)
+    study = TableStudy(table=table, configs=configs, models=models, root=root, launcher=launcher, command=command)
     if table.suite is not None and study.names:
         raise UserError(f"tasks.names is {study.names}: nothing is fine-tuned for {table.name}; leave it out")
     if parsed.dry_run:

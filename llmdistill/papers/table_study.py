@@ -7,7 +7,6 @@ is finished is kept, so that the same command goes on where it stopped.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -31,7 +30,7 @@ from llmdistill.papers.fine_tuning.results import dev_columns
 from llmdistill.papers.published import Measured
 from llmdistill.progress import progress
 from llmdistill.report.paper import PublishedTable, TableRow
-from llmdistill.studies.launcher import Launcher, words_of
+from llmdistill.studies.launcher import Launcher
 from llmdistill.studies.trials import Progress, Result, Trial, changed_values, make_trial, write_recipe
 from llmdistill.tasks.benchmark import Benchmark, named_benchmark
 from llmdistill.training.plan import make_plans
@@ -50,6 +49,8 @@ class TableStudy:
     """Folder or hub name of the model of each row that is only fine-tuned."""
     root: Path
     launcher: Launcher
+    command: str = ""
+    """The command as the user typed it."""
 
     def row(self, key: str) -> TableRow:
         return next(row for row in self.table.rows if row.name == key)
@@ -178,10 +179,7 @@ def _score_as_they_are(study: TableStudy, keys: Sequence[str], trained: Mapping[
     named, file = [f"{key}={study.model(key)}" for key in keys], str(_chunk_file(study.tasks.data_dir))
     seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
     config = ChunksConfig(model=named, data=file, output_dir=str(folder), dtype=run.train.dtype, **seeds)
-    shown = {"model": ",".join(named), "data": file, "output_dir": str(folder), "dtype": config.dtype}
-    words = words_of({**shown, "seeds": ",".join(map(str, config.seeds))})
-    command = f"llmdistill evaluate --suite {chunks.SUITE.name} {shlex.join(words)}"
-    results = chunks.SUITE.evaluate(config, command=command)
+    results = chunks.SUITE.evaluate(config, command=study.command)
     measured = {}
     for key in keys:
         entry = results["models"][key]
@@ -199,17 +197,19 @@ def _score_as_they_are(study: TableStudy, keys: Sequence[str], trained: Mapping[
 
 def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
     """Fine-tune the model of a row on every task, in a process of its own, and return its scores."""
-    folder, kept = study.folder(key), study.root / "tasks"
+    folder, file = study.folder(key), study.root / "tasks" / f"{key}.yaml"
     if study.is_second_stage(key):
         config = changed_values(study.configs[key], {"output_dir": str(study.trial(key).folder)})
-        command = study.launcher.train_command(write_recipe(kept / f"{key}.yaml", config))
+        error = study.launcher.call(study.launcher.train_command(write_recipe(file, config)), file.with_suffix(".log"))
     else:
-        command = study.launcher.command("llmdistill.cli", "evaluate", *_words(study, key))
-    log = kept / f"{key}.log"
-    error = study.launcher.call(command, log)
+        error = study.launcher.work(
+            "fine_tune", _fine_tuning(study, key), file, alone=study.launcher.trials_at_once > 1
+        )
     results = None if error is not None else read_record(folder / "results.json", remedy="remove it")
     if results is None:
-        return Measured(folder=str(folder), error=error or f"it ended without its scores; see {log}")
+        return Measured(
+            folder=str(folder), error=error or f"it ended without its scores; see {file.with_suffix('.log')}"
+        )
     columns = dev_columns(results["tasks"].values())
     scores = {(name, key): value["seeds"] for name, metrics in columns.items() for key, value in metrics.items()}
     return Measured(
@@ -227,20 +227,20 @@ def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
     )
 
 
-def _words(study: TableStudy, key: str) -> list[str]:
+def _fine_tuning(study: TableStudy, key: str) -> dict[str, Any]:
+    """Return the settings of a row's fine-tuning."""
     config = study.configs[key]
-    values: dict[str, Any] = {field.name: getattr(config.tasks, field.name) for field in fields(GridConfig)}
-    values |= {
+    return {
+        **{field.name: getattr(config.tasks, field.name) for field in fields(GridConfig)},
         "tasks": study.names,
         "model": study.model(key),
         "output_dir": str(study.folder(key)),
         "ds_config": config.ds_config,
         "dtype": config.train.dtype,
         "speed": False,
+        "trials_at_once": study.launcher.trials_at_once,
+        "launcher_flags": list(study.launcher.flags),
     }
-    if study.launcher.trials_at_once > 1:
-        values["trials_at_once"] = study.launcher.trials_at_once
-    return ["--suite", "glue", *words_of(values)]
 
 
 def rows_to_run(table: PublishedTable, names: Sequence[str] | None) -> dict[str, TableRow]:

@@ -10,7 +10,6 @@ from llmdistill.errors import UserError
 from llmdistill.generation.answers_file import read_provenance
 from llmdistill.messages import say
 from llmdistill.report.score import ROUGE_L, SCORES
-from llmdistill.studies.launcher import words_of
 from llmdistill.studies.study import Planned, Study
 from llmdistill.studies.trials import Progress, Result, choose
 from llmdistill.studies.variants import Variant
@@ -119,7 +118,6 @@ def generate_responses(study: Study) -> str | None:
     """Generate the teacher's answers to the training prompts if they are missing; returns the reason of a failure."""
     if study.responses.is_file() and read_provenance(study.responses) is not None:
         return None
-    arguments = {**study.response_arguments(), "output": str(study.responses)}
     say("The teacher answers the training prompts for SeqKD ...")
-    command = study.launcher.command("llmdistill.cli", "generate", *words_of(arguments))
-    return study.launcher.call(command, study.responses.with_suffix(".log"))
+    settings = {**study.response_arguments(), "output": str(study.responses)}
+    return study.launcher.work("generate", settings, study.responses.with_suffix(".yaml"))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import shlex
 import signal
@@ -100,6 +99,16 @@ class Launcher:
         beside = Path(sys.executable).with_name("deepspeed")
         launcher = str(beside) if beside.is_file() else "deepspeed"
         return [launcher, *flags, "--no_local_rank", "--module", module, *arguments]
+
+    def work(self, work: str, settings: Mapping[str, Any], file: Path, *, alone: bool = False) -> str | None:
+        """Do what is no run of one model in a process of its own, which reads the work and its settings from a file.
+
+        `alone`: without the launcher, because what it runs has launchers of its own. Returns as `call`.
+        """
+        write_recipe(file, {"work": work, "settings": settings})
+        module = ("llmdistill.commands.worker", str(file))
+        command = [sys.executable, "-m", *module] if alone else self.command(*module)
+        return self.call(command, file.with_suffix(".log"))
 
     def check(self) -> None:
         """Raises UserError if the machine cannot run trials_at_once trials at the same time."""
@@ -219,12 +228,6 @@ def _group_is_alive(leader: subprocess.Popen[bytes]) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def words_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as the words of a command, without those that are None or empty."""
-    shown = {f"--{key}": value for key, value in settings.items() if value is not None and value != {}}
-    return [word for key, each in shown.items() for word in (key, each if isinstance(each, str) else json.dumps(each))]
 
 
 def shown_command(command: Sequence[str]) -> str:

@@ -129,7 +129,7 @@ class Study:
         return self.root / "seqkd" / f"responses-{digest(self.response_arguments())[:8]}.jsonl"
 
     def response_arguments(self) -> dict[str, Any]:
-        """Return the arguments that generate the teacher's answers, with the decoding of the scored answers."""
+        """Return the settings that generate the teacher's answers, with the decoding of the scored answers."""
         data, scoring = self.recipe.data, self.recipe.scoring
         return {
             "model": self.recipe.teacher.model,

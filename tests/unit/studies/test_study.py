@@ -39,9 +39,10 @@ class StandIn(Launcher):
         with claim_folder(config):
             self.train(config)
 
-    def call(self, command, log):
+    def work(self, work, settings, file):
         """Write a teacher's answers."""
-        output = Path(command[command.index("--output") + 1])
+        assert work == "generate"
+        output = Path(settings["output"])
         output.parent.mkdir(parents=True, exist_ok=True)
         rows = [{"instruction": f"question {n}", "input": "", "output": "yes " * (n % 5)} for n in range(40)]
         output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
