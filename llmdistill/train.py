@@ -79,7 +79,7 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
         data = plans[0].task.read_on_all(plans[0].models)
         if tasks is not None:
             tasks.check_data()
-        distill_plans(plans, data, then=None if tasks is None else tasks.run)
+        distill_plans(plans, data, then=None if tasks is None else tasks.conduct)
 
 
 def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:

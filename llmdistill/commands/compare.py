@@ -115,9 +115,8 @@ def compare(arguments: Sequence[str]) -> int:
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.report.comparison import print_comparison, write_comparison
     from llmdistill.studies.collect import collect
-    from llmdistill.studies.comparison import conduct
+    from llmdistill.studies.comparison import MethodStudy
     from llmdistill.studies.launcher import Launcher
-    from llmdistill.studies.study import Study
     from llmdistill.training.plan import with_prompt
 
     name = flags.recipe or "own"
@@ -125,7 +124,7 @@ def compare(arguments: Sequence[str]) -> int:
     default = f"runs/compare-{name}" + ("" if settings.suite is None else f"-{settings.suite}")
     launcher = Launcher(tuple(launcher_flags), settings.trials_at_once)
     launcher.check()
-    study = Study(
+    study = MethodStudy(
         recipe=with_prompt(recipe),  # of the teacher, also for students that an earlier run has left
         root=Path(settings.output_dir or default),
         variants=suite.variants,
@@ -140,7 +139,7 @@ def compare(arguments: Sequence[str]) -> int:
         return 0
     study.check_files()
     try:
-        findings = conduct(study)
+        findings = study.conduct()
     except KeyboardInterrupt as stop:
         begin = signals.line_start()
         logger.warning("%sStopped; what is finished stays in %s, and the same command goes on.", begin, study.root)
@@ -179,7 +178,10 @@ def print_plan(study: Any, *, as_json: bool) -> None:
     """Print the runs of a comparison without running them."""
     from llmdistill.studies.comparison import describe_runs
 
-    trials = [*map(study.base, study.starts), *(trial for _, trial in study.grid_trials())]
+    trials = [
+        *map(study.base, study.starts),
+        *(trial for variant in study.trained() for trial in study.row(variant).trials),
+    ]
     counts = study.runs()
     if as_json:
         runs = [{"title": trial.title, "folder": str(trial.folder)} for trial in trials]

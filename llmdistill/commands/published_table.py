@@ -38,7 +38,7 @@ def compare_table(
     quiet_transformers()
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.papers.published import PublishedReport, print_published, write_published
-    from llmdistill.papers.table_study import TableStudy, conduct, rows_to_run
+    from llmdistill.papers.table_study import TableStudy, rows_to_run
     from llmdistill.report.paper import load_table
     from llmdistill.report.record import describe_versions, make_record
     from llmdistill.studies.launcher import Launcher
@@ -57,7 +57,7 @@ def compare_table(
         return 0
     study.check()
     try:
-        measured = conduct(study)
+        measured = study.conduct()
     except KeyboardInterrupt as stop:
         begin = signals.line_start()
         logger.warning("%sStopped; what is finished stays in %s, and the same command goes on.", begin, root)

@@ -8,30 +8,30 @@ is finished is kept, so that the same command goes on where it stopped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from llmdistill.artifacts import read_record
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
-from llmdistill.config.command_line import changed
+from llmdistill.config.command_line import build, changed, checked, to_dict
 from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.tasks import GridConfig, TasksConfig
+from llmdistill.config.tasks import FineTuningConfig, GridConfig, TasksConfig
 from llmdistill.data.sources import text_files
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.messages import say
+from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
 from llmdistill.papers import chunks
 from llmdistill.papers.fine_tuning.protocols import FineTuningProtocol, protocol_of
 from llmdistill.papers.fine_tuning.results import dev_columns
+from llmdistill.papers.fine_tuning.run import FineTuning
 from llmdistill.papers.published import Measured
-from llmdistill.progress import progress
 from llmdistill.report.paper import PublishedTable, TableRow
 from llmdistill.studies.launcher import Launcher
-from llmdistill.studies.trials import Progress, Result, Trial, changed_values, make_trial, write_recipe
+from llmdistill.studies.study import Row, Study
+from llmdistill.studies.trials import Progress, Result, Trial, changed_values, make_trial
 from llmdistill.tasks.benchmark import Benchmark, named_benchmark
 from llmdistill.training.plan import make_plans
 
@@ -39,8 +39,34 @@ _CHUNKS = "conll2000/train.txt"
 """The file of CoNLL-2000, in tasks.data_dir."""
 
 
+@dataclass(frozen=True)
+class SecondStage(FineTuning):
+    """A row's fine-tuning by the second stage of its own run, whose first stage is finished."""
+
+    work: ClassVar[str | None] = None
+    row: Path = field(kw_only=True)
+    """The row's folder in that of the second stage."""
+    file: Path = field(kw_only=True)
+    """The file with the settings of the run."""
+
+    @property
+    def folder(self) -> Path:
+        return self.row
+
+    @property
+    def recipe(self) -> Path:
+        return self.file
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def values(self) -> dict[str, Any]:
+        return to_dict(self.config)
+
+
 @dataclass(frozen=True, kw_only=True)
-class TableStudy:
+class TableStudy(Study):
     table: PublishedTable
     configs: Mapping[str, RunConfig]
     """The whole configuration of each row that is run, by the row's key, with the user's settings. A row that is only
@@ -97,6 +123,72 @@ class TableStudy:
     def _benchmarks(self) -> list[tuple[type[Benchmark], str]]:
         return [named_benchmark(name) for name in self.names]
 
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        if "averages" in metrics:
+            return f"average {metrics['averages']['model']['plain']:.1f}"
+        loss = metrics["student"].get("valid_loss")
+        return "trained" if loss is None else f"validation loss {loss:.4f}"
+
+    def conduct(self) -> dict[str, Measured]:
+        """Do what is not finished, and return the scores of each row; one that fails does not stop the others."""
+        rows = [Row(key=key, trials=[self.trial(key)]) for key in self.recipes()]
+        with Progress(len({row.trials[0].folder for row in rows}), self.describe) as shown:
+            trained = {key: each.first for key, each in self.run(rows, self.launcher, shown).items()}
+        failed = {key: result for key, result in trained.items() if result.error is not None}
+        measured = {key: Measured(folder=str(each.trial.folder), error=each.error) for key, each in failed.items()}
+        left = [key for key in self.configs if key not in failed]
+        seconds = {key: each.seconds or 0.0 for key, each in trained.items()}
+        if self.table.suite is not None:
+            return measured | self._score_as_they_are(left, seconds)
+        rows = [Row(key=key, trials=[self.fine_tuning(key)]) for key in left]
+        with Progress(len(rows), self.describe) as shown:
+            outcomes = self.run(rows, self.launcher.undivided, shown)
+        return measured | {key: _measured(each.first, seconds.get(key, 0.0)) for key, each in outcomes.items()}
+
+    def fine_tuning(self, key: str) -> Trial:
+        """Return the fine-tuning of a row's model on every task."""
+        config, file = self.configs[key], self.root / "tasks" / f"{key}.yaml"
+        title = f"{self.row(key).label} on {', '.join(self.titles())}"
+        if self.is_second_stage(key):
+            run = build(changed_values(config, {"output_dir": str(self.trial(key).folder)}), RunConfig, METHODS)
+            return SecondStage(title, {}, run.seed, run, row=self.folder(key), file=file)
+        values: dict[str, Any] = {field.name: getattr(config.tasks, field.name) for field in fields(GridConfig)}
+        values |= {
+            "tasks": self.names,
+            "model": self.model(key),
+            "output_dir": str(file.with_suffix("")),
+            "ds_config": config.ds_config,
+            "dtype": config.train.dtype,
+            "speed": False,
+            "trials_at_once": self.launcher.trials_at_once,
+        }
+        settings = checked(FineTuningConfig, values, METHODS, prefix="tasks.")
+        return FineTuning(title, {}, config.seed, settings, launcher_flags=self.launcher.flags)
+
+    def _score_as_they_are(self, keys: Sequence[str], seconds: Mapping[str, float]) -> dict[str, Measured]:
+        """Score the models of rows side by side, by the only suite of a published table."""
+        if not keys:
+            return {}
+        assert self.table.suite == chunks.SUITE.name
+        run, folder = self.configs[keys[0]], self.root / chunks.SUITE.name
+        named, file = [f"{key}={self.model(key)}" for key in keys], str(_chunk_file(self.tasks.data_dir))
+        seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
+        config = ChunksConfig(model=named, data=file, output_dir=str(folder), dtype=run.train.dtype, **seeds)
+        results = chunks.SUITE.evaluate(config, command=self.command)
+        measured = {}
+        for key in keys:
+            entry = results["models"][key]
+            layers = enumerate(entry["nmi"], start=1)
+            measured[key] = Measured(
+                folder=str(folder),
+                model=entry["path"],
+                scores={(f"NMI-{layer}", "nmi"): [100 * value for value in found["seeds"]] for layer, found in layers},
+                params=entry["params"],
+                warnings=results["warnings"] if key == keys[0] else (),
+                seconds=seconds.get(key, 0.0),
+            )
+        return measured
+
     def missing(self) -> list[str]:
         """Return what must be brought before anything can run: models, texts and data sets, one sentence each."""
         folder, setting = self.tasks.data_dir, "tasks.data_dir"
@@ -136,33 +228,6 @@ class TableStudy:
             found(replace(next(iter(self.configs.values())), data=data), trains=False).read_files()
 
 
-def conduct(study: TableStudy) -> dict[str, Measured]:
-    """Do what is not finished, and return the scores of each row; one that fails does not stop the others."""
-    trials = {key: study.trial(key) for key in study.recipes()}
-    runs = {trial.folder: trial for trial in trials.values()}
-
-    def describe(metrics: Mapping[str, Any]) -> str:
-        loss = metrics["student"].get("valid_loss")
-        return "trained" if loss is None else f"validation loss {loss:.4f}"
-
-    with Progress(len(runs), describe) as shown:
-        results = study.launcher.run(list(runs.values()), shown)
-    by_folder = dict(zip(runs, results, strict=True))
-    ended = {key: by_folder[trial.folder] for key, trial in trials.items()}
-    found = {
-        key: Measured(folder=str(result.trial.folder), error=result.error)
-        for key, result in ended.items()
-        if result.metrics is None
-    }
-    left = [key for key in study.configs if key not in found]
-    if study.table.suite is not None:
-        return found | _score_as_they_are(study, left, ended)
-    for number, key in enumerate(progress(left, "Fine-tuning", "rows"), start=1):
-        say(f"[{number}/{len(left)}] {study.row(key).label} on {', '.join(study.titles())} ...")
-        found[key] = _fine_tune(study, key, ended.get(key))
-    return found
-
-
 def _chunk_file(data_dir: str | None) -> Path:
     if data_dir is None:
         raise UserError(f"tasks.data_dir is missing: name the folder with {_CHUNKS}")
@@ -170,50 +235,15 @@ def _chunk_file(data_dir: str | None) -> Path:
     return Path(data_dir) / _CHUNKS
 
 
-def _score_as_they_are(study: TableStudy, keys: Sequence[str], trained: Mapping[str, Result]) -> dict[str, Measured]:
-    """Score the models of rows side by side, by the suite `conll2000`, which is the only one of a published table."""
-    if not keys:
-        return {}
-    assert study.table.suite == chunks.SUITE.name
-    run, folder = study.configs[keys[0]], study.root / chunks.SUITE.name
-    named, file = [f"{key}={study.model(key)}" for key in keys], str(_chunk_file(study.tasks.data_dir))
-    seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
-    config = ChunksConfig(model=named, data=file, output_dir=str(folder), dtype=run.train.dtype, **seeds)
-    results = chunks.SUITE.evaluate(config, command=study.command)
-    measured = {}
-    for key in keys:
-        entry = results["models"][key]
-        layers = enumerate(entry["nmi"], start=1)
-        measured[key] = Measured(
-            folder=str(folder),
-            model=entry["path"],
-            scores={(f"NMI-{layer}", "nmi"): [100 * value for value in found["seeds"]] for layer, found in layers},
-            params=entry["params"],
-            warnings=results["warnings"] if key == keys[0] else (),
-            seconds=(trained[key].seconds if key in trained else 0.0) or 0.0,
-        )
-    return measured
-
-
-def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
-    """Fine-tune the model of a row on every task, in a process of its own, and return its scores."""
-    folder, file = study.folder(key), study.root / "tasks" / f"{key}.yaml"
-    if study.is_second_stage(key):
-        config = changed_values(study.configs[key], {"output_dir": str(study.trial(key).folder)})
-        error = study.launcher.call(study.launcher.train_command(write_recipe(file, config)), file.with_suffix(".log"))
-    else:
-        error = study.launcher.work(
-            "fine_tune", _fine_tuning(study, key), file, alone=study.launcher.trials_at_once > 1
-        )
-    results = None if error is not None else read_record(folder / "results.json", remedy="remove it")
+def _measured(result: Result, seconds: float) -> Measured:
+    """Return the scores of a row that was fine-tuned; `seconds`: how long its distillation took."""
+    results, folder = result.metrics, str(result.trial.folder)
     if results is None:
-        return Measured(
-            folder=str(folder), error=error or f"it ended without its scores; see {file.with_suffix('.log')}"
-        )
+        return Measured(folder=folder, error=result.error)
     columns = dev_columns(results["tasks"].values())
     scores = {(name, key): value["seeds"] for name, metrics in columns.items() for key, value in metrics.items()}
     return Measured(
-        folder=str(folder),
+        folder=folder,
         model=results["model"],
         scores=scores,
         params=results["params"]["model"]["total"],
@@ -222,25 +252,9 @@ def _fine_tune(study: TableStudy, key: str, trained: Result | None) -> Measured:
             for name, task in results["tasks"].items()
         },
         warnings=tuple(results["warnings"]),
-        seconds=(trained.seconds if trained is not None else 0.0) or 0.0,
+        seconds=seconds,
         tuning_seconds=sum(task["seconds"] for task in results["tasks"].values()),
     )
-
-
-def _fine_tuning(study: TableStudy, key: str) -> dict[str, Any]:
-    """Return the settings of a row's fine-tuning."""
-    config = study.configs[key]
-    return {
-        **{field.name: getattr(config.tasks, field.name) for field in fields(GridConfig)},
-        "tasks": study.names,
-        "model": study.model(key),
-        "output_dir": str(study.folder(key)),
-        "ds_config": config.ds_config,
-        "dtype": config.train.dtype,
-        "speed": False,
-        "trials_at_once": study.launcher.trials_at_once,
-        "launcher_flags": list(study.launcher.flags),
-    }
 
 
 def rows_to_run(table: PublishedTable, names: Sequence[str] | None) -> dict[str, TableRow]:

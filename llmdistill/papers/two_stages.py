@@ -23,12 +23,14 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
 from llmdistill.papers.fine_tuning.protocols import BEST, teacher_of
 from llmdistill.papers.fine_tuning.results import dev_columns, shown_metrics
-from llmdistill.papers.fine_tuning.run import check_drawable, check_layer, evaluate
+from llmdistill.papers.fine_tuning.run import FineTuning, check_drawable, check_layer, evaluate
 from llmdistill.papers.fine_tuning.study import TaskStudy
 from llmdistill.report.pages import write_page
 from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, print_table, show_seeds
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main
+from llmdistill.studies.launcher import InProcess
+from llmdistill.studies.study import Row, Study
 from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
 from llmdistill.training.plan import Plan
 
@@ -45,7 +47,7 @@ ROWS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TasksPlan:
+class TasksPlan(Study):
     first: Plan
     """The first run of the first stage; its teacher is the teacher of the whole command."""
     last: Plan
@@ -92,17 +94,22 @@ class TasksPlan:
                 plan = study.plan
                 plan.task.read_on_all(replace(plan.models, tokenizer_path=student, teacher_path=student))
 
-    def run(self) -> None:
+    def conduct(self) -> None:
         """Fine-tune every row on every task, and write and print the table; every rank must call this method.
 
         Finished runs are not repeated. Raises UserError if some have other settings, or a run fails.
         """
         world = World.current()
         gc.collect()  # the engine of the first stage has reference cycles
-        results = {}
-        for row, config in self.configs.items():
+        prefix, results = self.last.config.tasks.prefix, {}
+        runner = InProcess(lambda config: evaluate(config, command=world.command, prefix=prefix))
+        for row, config in self.configs.items():  # one after the other, because the first may be the others' teacher
             print_main(f"\nTasks       {ROWS[row]['title']}")
-            results[row] = evaluate(config, command=world.command, prefix=self.last.config.tasks.prefix)
+            trial = FineTuning(ROWS[row]["title"], {}, self.last.config.seed, config)
+            ended = self.run([Row(key=row, trials=[trial])], runner)[row].first
+            if ended.metrics is None:
+                raise UserError(str(ended.error))
+            results[row] = ended.metrics
         figures = self._draw() if self.last.config.tasks.tsne else {}
         if world.is_main:
             _show_rows(self.folder, collect(results, figures, run=str(self.last.folder)))

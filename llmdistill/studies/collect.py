@@ -18,19 +18,20 @@ from llmdistill.report.samples import read_samples
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
 from llmdistill.report.starts import read_weighting
 from llmdistill.report.weights_on_disk import read_checkpoint
-from llmdistill.studies.comparison import Findings
+from llmdistill.studies.comparison import Findings, MethodStudy
 from llmdistill.studies.equal import size_label
 from llmdistill.studies.launcher import shown_command
-from llmdistill.studies.study import Study
 from llmdistill.studies.trials import Result, Trial
 from llmdistill.studies.variants import Start
 from llmdistill.tasks.base import VALID
 from llmdistill.tasks.words import describe_words
 
 
-def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str) -> Comparison:
+def collect(
+    study: MethodStudy, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str
+) -> Comparison:
     teacher = locate(str(study.recipe.teacher.model))
-    first = findings.bases[study.starts[0].name]
+    first = findings.rows[study.starts[0].key("none")].first
     rows = [
         Row(
             name="teacher",
@@ -49,18 +50,19 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
     counts = findings.base["teacher"].get("examples", {})
     examples = {name: (counts[name]["scored"], counts[name]["total"]) for name in sets if name in counts}
     printed = paper.get(load_config(teacher).model_type)
-    results = [*findings.bases.values(), *(result for runs in findings.runs.values() for result in runs)]
+    results = [result for outcome in findings.rows.values() for result in outcome.runs]
     warnings = [warning for each in results if each.metrics is not None for warning in each.metrics["warnings"]]
     if findings.failed:
         warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
     # The answers of each model to prompts spread evenly over the test sets: those of the first seed, first pass.
-    folders = {start: base.trial.folder / "predictions" for start, base in findings.bases.items()}
-    answers = {"teacher": folders[study.starts[0].name] / "teacher"}
-    answers |= {start.key("none"): folders[start.name] / "untrained" for start in study.starts}
-    for name, runs in findings.runs.items():
-        ended = next((run for run in runs if run.metrics is not None), None)
-        if ended is not None:
-            answers[name] = ended.trial.folder / "predictions" / "student"
+    folders = {
+        key: run.trial.folder / "predictions"
+        for key, outcome in findings.rows.items()
+        if (run := next((run for run in outcome.runs if run.metrics is not None), None)) is not None
+    }
+    untrained = {start.key("none") for start in study.starts}
+    answers = {"teacher": first.trial.folder / "predictions" / "teacher"}
+    answers |= {key: folder / ("untrained" if key in untrained else "student") for key, folder in folders.items()}
     return Comparison(
         title=title,
         sets=sets,
@@ -76,9 +78,10 @@ def collect(study: Study, findings: Findings, *, title: str, paper: Mapping[str,
     )
 
 
-def _rows(study: Study, findings: Findings, start: Start) -> list[Row]:
+def _rows(study: MethodStudy, findings: Findings, start: Start) -> list[Row]:
     """Return the rows of the untrained student of a start and of the methods that train it."""
-    base, key = findings.bases[start.name], start.key("none")
+    key = start.key("none")
+    base = findings.rows[key].first
     assert base.metrics is not None
     weighting = read_weighting(base.trial.folder)
     costs = {f"calibration_{key}": weighting.get(key, 0) for key in ("tokens", "seconds")}
@@ -92,35 +95,36 @@ def _rows(study: Study, findings: Findings, start: Start) -> list[Row]:
     runs = [_run(study, key, base, "untrained")]
     rows = [Row(name="none", label="untrained student", checkpoint=checkpoint, runs=runs, **shared)]
     for variant in (each for each in study.trained() if each.start.name == start.name):
-        results = findings.runs[variant.key]
-        runs = [_run(study, variant.key, each) for each in results]
-        trials = [_run(study, variant.key, each) for each in findings.trials[variant.key]]
-        checkpoint = next((read_checkpoint(each.trial.folder / "student") for each in results if each.metrics), None)
+        outcome = findings.rows[variant.key]
+        runs = [_run(study, variant.key, each) for each in outcome.runs]
+        trials = [_run(study, variant.key, each) for each in outcome.trials]
+        ended = (each.trial.folder for each in outcome.runs if each.metrics)
+        checkpoint = next((read_checkpoint(folder / "student") for folder in ended), None)
         terms = next((names for run in runs if (names := term_names(run.history))), [])
         own: dict[str, Any] = {"checkpoint": checkpoint, "runs": runs, "trials": trials, "terms": terms}
         rows.append(Row(name=variant.name, label=variant.label, **own, **shared))
     return rows
 
 
-def _sizes(study: Study, findings: Findings, table: Sequence[Row]) -> list[Row]:
+def _sizes(study: MethodStudy, findings: Findings, table: Sequence[Row]) -> list[Row]:
     """Return the rows by size: those of the table, then those of the further sizes with one seed."""
     if not findings.sizes:
         return []
     rows = [replace(row, label=TABLE_SIZE) for row in table]
     for size, results in findings.sizes.items():
         for row in (row for row in table if row.key in results):
-            result, model = results[row.key], "student" if row.trained else "untrained"
+            result, model = results[row.key].first, "student" if row.trained else "untrained"
             params = None if result.metrics is None else result.metrics[model]["params"]
             runs, label = [_run(study, row.key, result, model)], size_label(size)
             rows.append(Row(name=row.name, start=row.start, score=row.score, label=label, params=params, runs=runs))
     return rows
 
 
-def _beginnings(study: Study, findings: Findings) -> list[Beginning]:
+def _beginnings(study: MethodStudy, findings: Findings) -> list[Beginning]:
     """Return how the untrained students were made, where starts are compared or a student is weighted."""
-    made = [(start, TABLE_SIZE, findings.bases[start.name]) for start in study.starts]
+    made = [(start, TABLE_SIZE, findings.rows[start.key("none")].first) for start in study.starts]
     for size, results in findings.sizes.items():
-        made += [(start, size_label(size), results[start.key("none")]) for start in study.starts]
+        made += [(start, size_label(size), results[start.key("none")].first) for start in study.starts]
     found = []
     for start, size, result in made:
         model = (result.metrics or {}).get("untrained", {})
@@ -140,7 +144,7 @@ def _beginnings(study: Study, findings: Findings) -> list[Beginning]:
     return found
 
 
-def _run(study: Study, method: str, result: Result, model: str = "student") -> Run:
+def _run(study: MethodStudy, method: str, result: Result, model: str = "student") -> Run:
     trial, metrics = result.trial, result.metrics or {}
     scored, score = metrics.get(model, {}), study.score
     training = (metrics["run"]["training"] or {}) if metrics and model == "student" else {}
@@ -148,7 +152,7 @@ def _run(study: Study, method: str, result: Result, model: str = "student") -> R
         method=method,
         seed=trial.seed,
         folder=_relative(study, trial),
-        command=shown_command(study.launcher.train_command(trial.recipe)),
+        command=shown_command(study.launcher.command(*trial.entry)),
         settings=dict(trial.settings),
         scores=score.of_sets(scored),
         perplexity=scored.get("perplexity"),
@@ -166,11 +170,11 @@ def _run(study: Study, method: str, result: Result, model: str = "student") -> R
     )
 
 
-def _relative(study: Study, trial: Trial) -> str:
+def _relative(study: MethodStudy, trial: Trial) -> str:
     return os.path.relpath(trial.folder, study.root)
 
 
-def _facts(study: Study, findings: Findings, command: str) -> dict[str, str]:
+def _facts(study: MethodStudy, findings: Findings, command: str) -> dict[str, str]:
     recipe, run = study.recipe, findings.base["run"]
     data, train = recipe.data, recipe.train
     grid = "; ".join(f"{key}: {', '.join(f'{value:g}' for value in values)}" for key, values in study.grid.items())

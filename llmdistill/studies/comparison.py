@@ -1,42 +1,53 @@
-"""Runs a comparison of methods: base, grid, choice, seeds, sizes."""
+"""A comparison of methods: its settings, the runs that it consists of, and what is checked before the first one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar
 
+from llmdistill.config import RunConfig
+from llmdistill.config.data import LIMITS
+from llmdistill.data.sources import kind_of
+from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.fingerprints import digest
 from llmdistill.generation.answers_file import read_provenance
 from llmdistill.messages import say
-from llmdistill.report.score import ROUGE_L, SCORES
-from llmdistill.studies.study import Planned, Study
-from llmdistill.studies.trials import Progress, Result, choose
-from llmdistill.studies.variants import Variant
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import is_causal
+from llmdistill.report.score import PERPLEXITY, ROUGE_L, SCORES, Score
+from llmdistill.studies.equal import check_starts, equal_size, other_size, size_label, steps_for_equal_tokens
+from llmdistill.studies.launcher import Launcher
+from llmdistill.studies.study import Outcome, Row, Study
+from llmdistill.studies.trials import Choice, Progress, Result, Trial, make_trial, points
+from llmdistill.studies.variants import Start, Variant
+from llmdistill.tasks.base import VALID
+from llmdistill.tasks.text_windows import text_tests
+from llmdistill.training.plan import Plan, make_plan
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Findings:
-    bases: dict[str, Result]
-    """By start: the result of the untrained student; that of the first start has the teacher's, too."""
-    trials: dict[str, list[Result]] = field(default_factory=dict)
-    """By variant: the results of every grid point with the first seed."""
-    runs: dict[str, list[Result]] = field(default_factory=dict)
-    """By variant: the results of the chosen grid point, one per seed."""
-    sizes: dict[str, dict[str, Result]] = field(default_factory=dict)
-    """By size: the results of the untrained students under the keys of "none", and the result of each variant."""
+    rows: Mapping[str, Outcome]
+    """The untrained student of each start, the first of which has the teacher's scores too, and each variant."""
+    sizes: Mapping[str, Mapping[str, Outcome]]
+    """By size: the untrained students and the variants with their chosen settings, under the keys of `rows`."""
 
     @property
     def base(self) -> dict[str, Any]:
         """The metrics of the teacher and of the first start's untrained student."""
-        metrics = next(iter(self.bases.values())).metrics
+        metrics = next(iter(self.rows.values())).first.metrics
         assert metrics is not None
         return metrics
 
     @property
     def failed(self) -> list[Result]:
-        groups = [*self.trials.values(), *self.runs.values(), *(list(each.values()) for each in self.sizes.values())]
-        return [result for group in groups for result in group if result.error is not None]
+        outcomes = [*self.rows.values(), *(outcome for size in self.sizes.values() for outcome in size.values())]
+        return [result for outcome in outcomes for result in outcome.failed]
 
 
 def describe_runs(counts: Mapping[str, int]) -> str:
@@ -44,80 +55,286 @@ def describe_runs(counts: Mapping[str, int]) -> str:
     return f"{sum(counts.values())} runs: {parts}"
 
 
-def conduct(study: Study) -> Findings:
-    """Do all runs that are not finished yet; raises UserError if the teacher or an untrained student is not scored."""
-    counts = study.runs()
-    say(describe_runs(counts))
-    with Progress(sum(counts.values()), describe_scores) as progress:
-        trained, starts = study.trained(), study.starts
-        bases = study.launcher.run([study.base(start) for start in starts], progress)
-        for start, base in zip(starts, bases, strict=True):
-            if base.metrics is None:
-                who = start.title("the teacher and the untrained student")
-                raise UserError(f"{who} could not be scored: {base.error}")
-        no_answers = generate_responses(study) if any(each.method.teacher_writes for each in trained) else None
+@dataclass(frozen=True)
+class Answers(Trial):
+    """A teacher's answers to the prompts of a training set."""
 
-        def run(planned: Planned) -> list[tuple[Variant, Result]]:
-            able = [trial for variant, trial in planned if no_answers is None or not variant.method.teacher_writes]
-            results = {result.trial.folder: result for result in study.launcher.run(able, progress)}
-            return [(variant, results.get(trial.folder, Result(trial, None, no_answers))) for variant, trial in planned]
+    work: ClassVar[str | None] = "generate"
 
-        findings = Findings({start.name: base for start, base in zip(starts, bases, strict=True)})
-        for variant, result in run(study.grid_trials()):
-            findings.trials.setdefault(variant.key, []).append(result)
-        chosen = {
-            variant.key: choice.settings
-            for variant in trained
-            if (choice := choose(findings.trials[variant.key], study.merit)) is not None
+    @property
+    def output(self) -> Path:
+        return Path(self.config["output"])
+
+    @property
+    def folder(self) -> Path:
+        return self.output.parent
+
+    @property
+    def recipe(self) -> Path:
+        return self.output.with_suffix(".yaml")
+
+    def values(self) -> dict[str, Any]:
+        return dict(self.config)
+
+    def kept(self) -> dict[str, Any] | None:
+        return read_provenance(self.output) if self.output.is_file() else None
+
+
+@dataclass(frozen=True)
+class MethodStudy(Study):
+    """A comparison of methods.
+
+    Every trained variant of a start begins with the same student, sees the examples in the same order in batches of the
+    same size, and trains on the same number of tokens. The settings of a variant's grid are tried with the first seed,
+    and the best settings are chosen on the validation set.
+    """
+
+    recipe: RunConfig
+    root: Path
+    variants: Sequence[Variant]
+    grid: Mapping[str, Sequence[Any]]
+    """The values that every method tries, by dotted key."""
+    seeds: Sequence[int]
+    sizes: Sequence[str]
+    """Further sizes of the student: a rank, or a number of parameters as in target_params."""
+    launcher: Launcher
+
+    @property
+    def score(self) -> Score:
+        return PERPLEXITY if self.recipe.data.kind == "text" else ROUGE_L
+
+    def trained(self) -> list[Variant]:
+        return [variant for variant in self.variants if variant.method.trains]
+
+    def points(self, variant: Variant) -> list[dict[str, Any]]:
+        return points({**self.grid, **variant.grid})
+
+    def final_runs(self) -> int:
+        """Return the number of runs after the trials; a variant's only trial is also the first seed's final run."""
+        return sum(len(self.seeds) - (len(self.points(variant)) == 1) for variant in self.trained())
+
+    def runs(self) -> dict[str, int]:
+        """Return the number of runs of each kind, in the order in which they are done."""
+        trained, starts, sizes = self.trained(), len(self.starts), len(self.sizes)
+        chosen = sum(len(self.points(variant)) > 1 for variant in trained)
+        return {
+            "scoring the teacher and untrained students": starts,
+            "training": sum(len(self.points(variant)) for variant in trained),
+            "scoring a student on the test sets that an earlier run has trained": chosen,
+            "training the chosen settings with other seeds": self.final_runs() - chosen,
+            "scoring untrained students of other sizes": sizes * starts,
+            "training students of other sizes": sizes * len(trained),
         }
-        for name, trials in findings.trials.items():
-            findings.runs[name] = list(trials) if len(trials) == 1 or name not in chosen else []
-        final = [
-            (variant, study.trial(variant, chosen[variant.key], seed, study.untrained(variant.start), tests=True))
-            for variant in trained
-            if variant.key in chosen
-            for seed in study.seeds[len(study.points(variant)) == 1 :]  # the only trial was the run of the first seed
-        ]
-        for variant, result in run(final):
-            findings.runs[variant.key].append(result)
-        of_sizes = [study.base(start, size) for size in study.sizes for start in starts]
-        untrained = iter(study.launcher.run(of_sizes, progress))
-        findings.sizes = {size: {start.key("none"): next(untrained) for start in starts} for size in study.sizes}
-        planned = {size: _size_trials(study, chosen, each) for size, each in findings.sizes.items()}
-        sized = iter(run([pair for pairs in planned.values() for pair in pairs]))
-        for size, pairs in planned.items():
-            findings.sizes[size] |= {variant.key: next(sized)[1] for variant, _ in pairs}
-        return findings
 
+    @property
+    def starts(self) -> list[Start]:
+        """The starts of the variants; without a choice of starts only that of the recipe."""
+        return list({variant.start.name: variant.start for variant in self.variants}.values())
 
-def _size_trials(study: Study, chosen: Mapping[str, Mapping[str, Any]], untrained: Mapping[str, Result]) -> Planned:
-    planned = []
-    for variant in study.trained():
-        base = untrained[variant.start.key("none")]
-        if base.metrics is not None and variant.key in chosen:
-            student = str(base.trial.folder / "untrained")
-            point, seed = chosen[variant.key], study.seeds[0]
-            planned.append((variant, study.trial(variant, point, seed, student, tests=True, valid=False)))
-    return planned
+    def base(self, start: Start, size: str | None = None) -> Trial:
+        """Return the run that scores the untrained student of a start, or its student of a further size.
 
+        That of the first start scores the teacher too.
+        """
+        first = size is None and start.name == self.starts[0].name
+        sizes = {} if size is None else other_size(size)
+        changes = {
+            "method": "none",
+            "seed": self.seeds[0],
+            **start.settings,
+            **(equal_size(self.recipe, size) if start.name else sizes),
+            **self._scored_on(tests=True, valid=size is None),
+            "scoring.models": ["teacher", "untrained"] if first else ["untrained"],
+        }
+        of_size = "" if size is None else f" of {size_label(size)}"
+        title = start.title(f"{'teacher and ' if first else ''}untrained student{of_size}")
+        make = partial(make_trial, self.root, self.recipe, start.key("base"), title=title)
+        base = make(changes) if size is None else self.base(start)
+        return make({**changes, **self._kept(start, base)})
 
-def describe_scores(metrics: Mapping[str, Any]) -> str:
-    parts = []
-    for name, model in metrics.items():
-        shown = []
-        for score in SCORES.values() if isinstance(model, dict) and "params" in model else ():
-            valid = score.of_validation(model)
-            values = {**(score.of_sets(model) or {}), **({} if valid is None else {"validation": valid})}
-            prefix = "" if score is ROUGE_L else f"{score.name} "
-            shown += [f"{prefix}{key} {score.show(value)}" for key, value in values.items()]
-        parts += [f"{name} {' '.join(shown)}"] if shown else []
-    return "; ".join(parts)
+    def _scored_on(self, *, tests: bool, valid: bool) -> dict[str, Any]:
+        """Return the settings of the sets that a run is scored on, by dotted key.
 
+        The loss on a validation text in the log is a sum of the method's terms, which changes with their weights. So
+        the perplexity of this text is measured too, as that of a test set.
+        """
+        data = self.recipe.data
+        is_measured = self.score is PERPLEXITY and data.valid is not None and kind_of(data.valid) == "text"
+        return {
+            "data.tests": {**(data.tests if tests else {}), **({VALID: data.valid} if valid and is_measured else {})},
+            "data.valid": data.valid if valid else None,
+        }
 
-def generate_responses(study: Study) -> str | None:
-    """Generate the teacher's answers to the training prompts if they are missing; returns the reason of a failure."""
-    if study.responses.is_file() and read_provenance(study.responses) is not None:
-        return None
-    say("The teacher answers the training prompts for SeqKD ...")
-    settings = {**study.response_arguments(), "output": str(study.responses)}
-    return study.launcher.work("generate", settings, study.responses.with_suffix(".yaml"))
+    def _kept(self, start: Start, base: Trial) -> dict[str, Any]:
+        """Return the setting with which all sizes of a start share a calibration, by dotted key."""
+        given = self.recipe.student.factorize.calibration.folder
+        needed = bool(self.sizes) if given is None else bool(start.name)  # a given folder holds one calibration
+        if not needed or base.config.student.factorize.weighting == "none":
+            return {}
+        # The name of the run says what was measured, on which data.
+        folder = Path(self.root / "calibration" if given is None else given) / base.folder.name
+        return {"student.factorize.calibration.folder": str(folder)}
+
+    @property
+    def answers(self) -> Answers:
+        """The teacher's answers to the training prompts for SeqKD, with the decoding of the scored answers."""
+        data, scoring = self.recipe.data, self.recipe.scoring
+        settings = {
+            "model": self.recipe.teacher.model,
+            "data": data.train,
+            "decoding": scoring.decoding,
+            "seed": self.seeds[0],
+            "batch_size": scoring.batch_size,
+            **{key: getattr(data, key) for key in LIMITS},
+        }
+        output = self.root / "seqkd" / f"responses-{digest(settings)[:8]}.jsonl"
+        title = "the teacher's answers to the training prompts"
+        return Answers(title, {}, self.seeds[0], {**settings, "output": str(output)})
+
+    def trial(
+        self, variant: Variant, point: Mapping[str, Any], seed: int, student: str, *, tests: bool, valid: bool = True
+    ) -> Trial:
+        """Return a training run from a student; `tests`, `valid`: whether the run is scored on these sets."""
+        changes = {
+            **variant.settings,
+            "seed": seed,
+            "student.model": student,
+            "student.factorize.weighting": "none",  # the student is made already
+            "student.factorize.allocation": "uniform",
+            "scoring.models": ["student"],
+            **self._scored_on(tests=tests, valid=valid),
+        }
+        if variant.method.teacher_writes:
+            changes["data.train"] = str(self.answers.output)
+            changes["train.steps"] = steps_for_equal_tokens(self.recipe, self.answers.output, seed)
+        return make_trial(self.root, self.recipe, variant.key, changes, point, title=variant.title)
+
+    def row(self, variant: Variant, error: str | None = None) -> Row:
+        """Return the trials of every grid point with the first seed, and the other seeds of the chosen one."""
+        student, tried = self.untrained(variant.start), self.points(variant)
+        # A single grid point needs no choice, so its run with the first seed is also a final run.
+        single = len(tried) == 1
+
+        def final(choice: Choice) -> list[Trial]:
+            return [self.trial(variant, choice.settings, seed, student, tests=True) for seed in self.seeds[single:]]
+
+        trials = [self.trial(variant, point, self.seeds[0], student, tests=single) for point in tried]
+        return Row(key=variant.key, trials=trials, further=final, error=error)
+
+    def untrained(self, start: Start) -> str:
+        """Return the folder or name of the student with which all variants of a start begin."""
+        given = self.recipe.student.model
+        return str(self.base(start).folder / "untrained") if given is None else given
+
+    def merit(self, result: Result) -> float:
+        assert result.metrics is not None
+        value = self.score.of_validation(result.metrics["student"])
+        assert value is not None
+        return self.score.merit(value)
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        parts = []
+        for name, model in metrics.items():
+            shown = []
+            for score in SCORES.values() if isinstance(model, dict) and "params" in model else ():
+                valid = score.of_validation(model)
+                values = {**(score.of_sets(model) or {}), **({} if valid is None else {"validation": valid})}
+                prefix = "" if score is ROUGE_L else f"{score.name} "
+                shown += [f"{prefix}{key} {score.show(value)}" for key, value in values.items()]
+            parts += [f"{name} {' '.join(shown)}"] if shown else []
+        return "; ".join(parts)
+
+    def conduct(self) -> Findings:
+        """Do all runs that are not finished yet; UserError if the teacher or an untrained student is not scored."""
+        counts, trained, starts = self.runs(), self.trained(), self.starts
+        say(describe_runs(counts))
+        with Progress(sum(counts.values()), self.describe) as progress:
+            run = partial(self.run, runner=self.launcher, progress=progress)
+            rows = run([Row(key=start.key("none"), trials=[self.base(start)]) for start in starts])
+            for start in starts:
+                base = rows[start.key("none")].first
+                if base.metrics is None:
+                    who = start.title("the teacher and the untrained student")
+                    raise UserError(f"{who} could not be scored: {base.error}")
+            error = None
+            if any(variant.method.teacher_writes for variant in trained):
+                if self.answers.kept() is None:
+                    say("The teacher answers the training prompts for SeqKD ...")
+                with Progress() as silent:
+                    (answers,) = self.launcher.undivided.run([self.answers], silent)
+                error = answers.error
+            rows |= run([self.row(each, error if each.method.teacher_writes else None) for each in trained])
+            untrained = {(size, start.key("none")): self.base(start, size) for size in self.sizes for start in starts}
+            sizes = run([Row(key=key, trials=[trial]) for key, trial in untrained.items()])
+            planned = {}
+            for size, variant in product(self.sizes, trained):
+                base, choice = sizes[size, variant.start.key("none")].first, rows[variant.key].choice
+                if base.metrics is not None and choice is not None:
+                    student = str(base.trial.folder / "untrained")
+                    of_size = partial(self.trial, variant, choice.settings, self.seeds[0], student)
+                    planned[size, variant.key] = of_size(tests=True, valid=False)
+            sizes |= run([Row(key=key, trials=[trial]) for key, trial in planned.items()])
+        by_size = {size: {key: each for (of, key), each in sizes.items() if of == size} for size in self.sizes}
+        return Findings(rows=rows, sizes=by_size)
+
+    def check(self) -> None:
+        """Raises UserError if a setting is invalid, so that a mistake does not stop the comparison after hours."""
+        tests, valid = self.recipe.data.tests, self.recipe.data.valid
+        chooses = any(len(self.points(each)) > 1 for each in self.trained())
+        if self.score is PERPLEXITY:
+            self._check_text(chooses)
+        sets = [name for name in tests if self.score is PERPLEXITY or name not in text_tests(tests)]
+        if not sets:
+            raise UserError("data.tests is empty: a comparison needs at least one test set; give some as {name: path}")
+        if "average" in sets:
+            raise UserError(
+                "data.tests has a set of the name average, which is the mean of all sets: call it otherwise"
+            )
+        if valid is None and chooses:
+            raise UserError(
+                "data.valid is missing: settings are chosen on the validation set, never on a test set; give one, or "
+                "--learning_rates with a single value and methods that have no grid of their own"
+            )
+        if self.sizes and self.recipe.student.model is not None:
+            raise UserError("--sizes cuts the teacher to several sizes, but student.model gives one: leave one out")
+        if any(start.name for start in self.starts):
+            check_starts(self.recipe.student)
+        for variant in self.trained():
+            for point in points(variant.grid):
+                self._plan(variant, point)
+        for start in self.starts:
+            for size in (None, *self.sizes):
+                make_plan(self.base(start, size).config)
+
+    def check_files(self) -> None:
+        """Raise a UserError if data of the trainings cannot be read, as far as that takes no time."""
+        for variant in self.trained()[:1]:
+            self._plan(variant, {}).task.check_files()
+
+    def _plan(self, variant: Variant, point: Mapping[str, Any]) -> Plan:
+        changes = {**variant.settings, **point, "seed": self.seeds[0]}
+        return make_plan(make_trial(self.root, self.recipe, variant.key, changes).config)
+
+    def _check_text(self, chooses: bool) -> None:
+        """Check what is only asked of a comparison on text; `chooses`: whether there are settings to choose."""
+        data = self.recipe.data
+        teacher = str(self.recipe.teacher.model)
+        config = load_config(locate(teacher))
+        if not is_causal(config):
+            raise UserError(
+                f"teacher.model {teacher} is an encoder ({config.model_type}), which has no perplexity: take a "
+                "decoder, a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
+            )
+        for each in self.trained():
+            if each.method.teacher_writes or "data.on_policy" in {**each.settings, **each.grid}:
+                raise UserError(
+                    f"{each.name} learns from answers that a model writes to instructions, but data.kind is text: give "
+                    "--methods without it"
+                )
+        if VALID in data.tests:
+            raise UserError(f"data.tests.{VALID}: that name is the validation text's (data.{VALID}); give another one")
+        if chooses and data.valid is not None and kind_of(data.valid) != "text":
+            raise UserError(
+                f"data.valid {data.valid} is no plain text (.txt), whose perplexity chooses the settings: give one, or "
+                "--learning_rates with a single value and methods that have no grid of their own"
+            )

@@ -16,20 +16,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llmdistill.config import RunConfig
-from llmdistill.config.command_line import to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
-from llmdistill.progress import Activity
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.launch import free_port
-from llmdistill.studies.trials import Progress, Result, Trial, ended_result, kept_result, last_line, write_recipe
+from llmdistill.studies.trials import Progress, Result, Trial, ended_result, kept_result
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 60.0
@@ -42,8 +39,8 @@ _PLACES = ("--include", "--exclude", "--hostfile", "--num_nodes", "--master_port
 class InProcess:
     """Runs trials one after the other in this process or process group, which saves the start-up time of each trial."""
 
-    train: Callable[[RunConfig], object]
-    """Executes the whole run of a configuration; every rank calls it."""
+    train: Callable[[Any], object]
+    """Does the whole work of a trial, from its configuration; every rank calls it."""
 
     def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
         """Run the trials that are not finished and return the results of all trials in order; every rank must call it.
@@ -88,9 +85,6 @@ class Launcher:
     trials_at_once: int = 1
     """Number of trials that run at the same time; they share the machine's GPUs, or its CPU cores without a GPU."""
 
-    def train_command(self, recipe: Path, flags: Sequence[str] | None = None) -> list[str]:
-        return self.command("llmdistill.train", "--recipe", str(recipe), flags=flags)
-
     def command(self, module: str, *arguments: str, flags: Sequence[str] | None = None) -> list[str]:
         """Return the command that runs a module; on a CPU without flags the launcher would cost seconds for nothing."""
         flags = self.flags if flags is None else flags
@@ -100,26 +94,14 @@ class Launcher:
         launcher = str(beside) if beside.is_file() else "deepspeed"
         return [launcher, *flags, "--no_local_rank", "--module", module, *arguments]
 
-    def work(self, work: str, settings: Mapping[str, Any], file: Path, *, alone: bool = False) -> str | None:
-        """Do what is no run of one model in a process of its own, which reads the work and its settings from a file.
-
-        `alone`: without the launcher, because what it runs has launchers of its own. Returns as `call`.
-        """
-        write_recipe(file, {"work": work, "settings": settings})
-        module = ("llmdistill.commands.worker", str(file))
-        command = [sys.executable, "-m", *module] if alone else self.command(*module)
-        return self.call(command, file.with_suffix(".log"))
+    @property
+    def undivided(self) -> Launcher:
+        """The launcher that gives the whole machine to each trial."""
+        return replace(self, trials_at_once=1)
 
     def check(self) -> None:
         """Raises UserError if the machine cannot run trials_at_once trials at the same time."""
         self._slots()
-
-    def call(self, command: Sequence[str], log: Path) -> str | None:
-        """Run a command, which is written beside its log; returns None, or the reason of the failure."""
-        write_text(log.with_suffix(".command"), shown_command(command) + "\n")
-        with Activity("Running", detail=lambda: last_line(log)), _ended([process := _start(command, log, {})]):
-            code = process.wait()
-        return None if code == 0 else _reason(log, code)
 
     def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
         """Run the trials that are not finished and return the results of all trials in order."""
@@ -151,7 +133,10 @@ class Launcher:
     def _start(self, trial: Trial, slot: Sequence[str]) -> _Running:
         # Launchers that run at the same time must not use the same port.
         port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
-        command = self.train_command(write_recipe(trial.recipe, to_dict(trial.config)), [*slot, *port])
+        trial.write()
+        command = (
+            [sys.executable, "-m", *trial.entry] if trial.alone else self.command(*trial.entry, flags=[*slot, *port])
+        )
         more: dict[str, str] = {}
         # Trials at the same time share the CPU cores of a machine without GPUs.
         if self.trials_at_once > 1 and not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:

@@ -1,242 +1,83 @@
-"""A comparison of methods: its settings, the runs that it consists of, and what is checked before the first one."""
+"""A study: rows of trials, the choice among the settings of each row, and the runs that follow the choice."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmdistill.config import RunConfig
-from llmdistill.config.data import LIMITS
-from llmdistill.data.sources import kind_of
-from llmdistill.embedded import locate
-from llmdistill.errors import UserError
-from llmdistill.fingerprints import digest
-from llmdistill.models.configs import load_config
-from llmdistill.models.families import is_causal
-from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
-from llmdistill.studies.equal import check_starts, equal_size, other_size, size_label, steps_for_equal_tokens
-from llmdistill.studies.launcher import Launcher
-from llmdistill.studies.trials import Result, Trial, make_trial, points
-from llmdistill.studies.variants import Start, Variant
-from llmdistill.tasks.base import VALID
-from llmdistill.tasks.text_windows import text_tests
-from llmdistill.training.plan import Plan, make_plan
-
-Planned = list[tuple[Variant, Trial]]
+from llmdistill.studies.launcher import Runner
+from llmdistill.studies.trials import Choice, Progress, Result, Trial, choose
 
 
-@dataclass(frozen=True)
-class Study:
-    """The settings of a comparison.
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a study tries for one row of its table."""
 
-    Every trained variant of a start begins with the same student, sees the examples in the same order in batches of the
-    same size, and trains on the same number of tokens. The settings of a variant's grid are tried with the first seed,
-    and the best settings are chosen on the validation set.
+    key: Any
+    """The name by which `Study.run` returns what became of it."""
+    trials: Sequence[Trial]
+    further: Callable[[Choice], Sequence[Trial]] = lambda choice: ()
+    """Returns the runs that follow the choice, such as other seeds. A run in the folder of a trial adds to its scores,
+    such as those on the test sets, and its result replaces the trial's."""
+    error: str | None = None
+    """Why no trial of the row can run; None if all can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a row."""
+
+    trials: list[Result]
+    choice: Choice | None
+    """The best settings; None if every trial failed."""
+    runs: list[Result]
+    """The results that the table shows: those of the chosen settings, or of all trials if every one failed."""
+
+    @property
+    def first(self) -> Result:
+        """The result of the row's only trial."""
+        return self.runs[0]
+
+    @property
+    def failed(self) -> list[Result]:
+        unique = {result.trial.folder: result for result in (*self.trials, *self.runs)}
+        return [result for result in unique.values() if result.error is not None]
+
+
+class Study(ABC):
+    """Many runs that answer one question.
+
+    A study describes its trials as rows, how the choice is made (`merit`), and what is printed of a finished trial
+    (`describe`); what is shared by all studies is here and in `trials.py` and `launcher.py`.
     """
 
-    recipe: RunConfig
     root: Path
-    variants: Sequence[Variant]
-    grid: Mapping[str, Sequence[Any]]
-    """The values that every method tries, by dotted key."""
-    seeds: Sequence[int]
-    sizes: Sequence[str]
-    """Further sizes of the student: a rank, or a number of parameters as in target_params."""
-    launcher: Launcher
-
-    @property
-    def score(self) -> Score:
-        return PERPLEXITY if self.recipe.data.kind == "text" else ROUGE_L
-
-    def trained(self) -> list[Variant]:
-        return [variant for variant in self.variants if variant.method.trains]
-
-    def points(self, variant: Variant) -> list[dict[str, Any]]:
-        return points({**self.grid, **variant.grid})
-
-    def final_runs(self) -> int:
-        """Return the number of runs after the trials; a variant's only trial is also the first seed's final run."""
-        return sum(len(self.seeds) - (len(self.points(variant)) == 1) for variant in self.trained())
-
-    def runs(self) -> dict[str, int]:
-        """Return the number of runs of each kind, in the order in which they are done."""
-        trained, starts, sizes = self.trained(), len(self.starts), len(self.sizes)
-        chosen = sum(len(self.points(variant)) > 1 for variant in trained)
-        return {
-            "scoring the teacher and untrained students": starts,
-            "training": sum(len(self.points(variant)) for variant in trained),
-            "scoring a student on the test sets that an earlier run has trained": chosen,
-            "training the chosen settings with other seeds": self.final_runs() - chosen,
-            "scoring untrained students of other sizes": sizes * starts,
-            "training students of other sizes": sizes * len(trained),
-        }
-
-    @property
-    def starts(self) -> list[Start]:
-        """The starts of the variants; without a choice of starts only that of the recipe."""
-        return list({variant.start.name: variant.start for variant in self.variants}.values())
-
-    def base(self, start: Start, size: str | None = None) -> Trial:
-        """Return the run that scores the untrained student of a start, or its student of a further size.
-
-        That of the first start scores the teacher too.
-        """
-        first = size is None and start.name == self.starts[0].name
-        sizes = {} if size is None else other_size(size)
-        changes = {
-            "method": "none",
-            "seed": self.seeds[0],
-            **start.settings,
-            **(equal_size(self.recipe, size) if start.name else sizes),
-            **self._scored_on(tests=True, valid=size is None),
-            "scoring.models": ["teacher", "untrained"] if first else ["untrained"],
-        }
-        of_size = "" if size is None else f" of {size_label(size)}"
-        title = start.title(f"{'teacher and ' if first else ''}untrained student{of_size}")
-        make = partial(make_trial, self.root, self.recipe, start.key("base"), title=title)
-        base = make(changes) if size is None else self.base(start)
-        return make({**changes, **self._kept(start, base)})
-
-    def _scored_on(self, *, tests: bool, valid: bool) -> dict[str, Any]:
-        """Return the settings of the sets that a run is scored on, by dotted key.
-
-        The loss on a validation text in the log is a sum of the method's terms, which changes with their weights. So
-        the perplexity of this text is measured too, as that of a test set.
-        """
-        data = self.recipe.data
-        is_measured = self.score is PERPLEXITY and data.valid is not None and kind_of(data.valid) == "text"
-        return {
-            "data.tests": {**(data.tests if tests else {}), **({VALID: data.valid} if valid and is_measured else {})},
-            "data.valid": data.valid if valid else None,
-        }
-
-    def _kept(self, start: Start, base: Trial) -> dict[str, Any]:
-        """Return the setting with which all sizes of a start share a calibration, by dotted key."""
-        given = self.recipe.student.factorize.calibration.folder
-        needed = bool(self.sizes) if given is None else bool(start.name)  # a given folder holds one calibration
-        if not needed or base.config.student.factorize.weighting == "none":
-            return {}
-        # The name of the run says what was measured, on which data.
-        folder = Path(self.root / "calibration" if given is None else given) / base.folder.name
-        return {"student.factorize.calibration.folder": str(folder)}
-
-    @property
-    def responses(self) -> Path:
-        """The file with the teacher's answers to the training prompts, for SeqKD."""
-        return self.root / "seqkd" / f"responses-{digest(self.response_arguments())[:8]}.jsonl"
-
-    def response_arguments(self) -> dict[str, Any]:
-        """Return the settings that generate the teacher's answers, with the decoding of the scored answers."""
-        data, scoring = self.recipe.data, self.recipe.scoring
-        return {
-            "model": self.recipe.teacher.model,
-            "data": data.train,
-            "decoding": scoring.decoding,
-            "seed": self.seeds[0],
-            "batch_size": scoring.batch_size,
-            **{key: getattr(data, key) for key in LIMITS},
-        }
-
-    def trial(
-        self, variant: Variant, point: Mapping[str, Any], seed: int, student: str, *, tests: bool, valid: bool = True
-    ) -> Trial:
-        """Return a training run from a student; `tests`, `valid`: whether the run is scored on these sets."""
-        changes = {
-            **variant.settings,
-            "seed": seed,
-            "student.model": student,
-            "student.factorize.weighting": "none",  # the student is made already
-            "student.factorize.allocation": "uniform",
-            "scoring.models": ["student"],
-            **self._scored_on(tests=tests, valid=valid),
-        }
-        if variant.method.teacher_writes:
-            changes["data.train"] = str(self.responses)
-            changes["train.steps"] = steps_for_equal_tokens(self.recipe, self.responses, seed)
-        return make_trial(self.root, self.recipe, variant.key, changes, point, title=variant.title)
-
-    def grid_trials(self) -> Planned:
-        """Return the trials of every grid point of every variant with the first seed."""
-        planned = []
-        for variant in self.trained():
-            student, tried = self.untrained(variant.start), self.points(variant)
-            # A single grid point needs no choice, so its run with the first seed is also a final run.
-            tests = len(tried) == 1
-            planned += [(variant, self.trial(variant, point, self.seeds[0], student, tests=tests)) for point in tried]
-        return planned
-
-    def untrained(self, start: Start) -> str:
-        """Return the folder or name of the student with which all variants of a start begin."""
-        given = self.recipe.student.model
-        return str(self.base(start).folder / "untrained") if given is None else given
+    """The folder of the study, with a folder for each trial."""
 
     def merit(self, result: Result) -> float:
-        assert result.metrics is not None
-        value = self.score.of_validation(result.metrics["student"])
-        assert value is not None
-        return self.score.merit(value)
+        """Return the score of a finished trial on validation; the higher, the better."""
+        raise AssertionError(f"{result.trial.title}: nothing is chosen in this study")
 
-    def check(self) -> None:
-        """Raises UserError if a setting is invalid, so that a mistake does not stop the comparison after hours."""
-        tests, valid = self.recipe.data.tests, self.recipe.data.valid
-        chooses = any(len(self.points(each)) > 1 for each in self.trained())
-        if self.score is PERPLEXITY:
-            self._check_text(chooses)
-        sets = [name for name in tests if self.score is PERPLEXITY or name not in text_tests(tests)]
-        if not sets:
-            raise UserError("data.tests is empty: a comparison needs at least one test set; give some as {name: path}")
-        if "average" in sets:
-            raise UserError(
-                "data.tests has a set of the name average, which is the mean of all sets: call it otherwise"
-            )
-        if valid is None and chooses:
-            raise UserError(
-                "data.valid is missing: settings are chosen on the validation set, never on a test set; give one, or "
-                "--learning_rates with a single value and methods that have no grid of their own"
-            )
-        if self.sizes and self.recipe.student.model is not None:
-            raise UserError("--sizes cuts the teacher to several sizes, but student.model gives one: leave one out")
-        if any(start.name for start in self.starts):
-            check_starts(self.recipe.student)
-        for variant in self.trained():
-            for point in points(variant.grid):
-                self._plan(variant, point)
-        for start in self.starts:
-            for size in (None, *self.sizes):
-                make_plan(self.base(start, size).config)
+    def run(self, rows: Sequence[Row], runner: Runner, progress: Progress | None = None) -> dict[Any, Outcome]:
+        """Run the trials that are not finished, choose in each row, and do the runs that follow; by the row's key."""
 
-    def check_files(self) -> None:
-        """Raise a UserError if data of the trainings cannot be read, as far as that takes no time."""
-        for variant in self.trained()[:1]:
-            self._plan(variant, {}).task.check_files()
+        def results_of(planned: Mapping[Any, Sequence[Trial]]) -> dict[Any, list[Result]]:
+            # Rows may share a trial, as two rows of a table share the distillation of their student.
+            trials = {trial.folder: trial for each in planned.values() for trial in each}
+            ended = dict(zip(trials, runner.run(list(trials.values()), progress), strict=True))
+            return {key: [ended[trial.folder] for trial in each] for key, each in planned.items()}
 
-    def _plan(self, variant: Variant, point: Mapping[str, Any]) -> Plan:
-        changes = {**variant.settings, **point, "seed": self.seeds[0]}
-        return make_plan(make_trial(self.root, self.recipe, variant.key, changes).config)
-
-    def _check_text(self, chooses: bool) -> None:
-        """Check what is only asked of a comparison on text; `chooses`: whether there are settings to choose."""
-        data = self.recipe.data
-        teacher = str(self.recipe.teacher.model)
-        config = load_config(locate(teacher))
-        if not is_causal(config):
-            raise UserError(
-                f"teacher.model {teacher} is an encoder ({config.model_type}), which has no perplexity: take a "
-                "decoder, a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
-            )
-        for each in self.trained():
-            if each.method.teacher_writes or "data.on_policy" in {**each.settings, **each.grid}:
-                raise UserError(
-                    f"{each.name} learns from answers that a model writes to instructions, but data.kind is text: give "
-                    "--methods without it"
-                )
-        if VALID in data.tests:
-            raise UserError(f"data.tests.{VALID}: that name is the validation text's (data.{VALID}); give another one")
-        if chooses and data.valid is not None and kind_of(data.valid) != "text":
-            raise UserError(
-                f"data.valid {data.valid} is no plain text (.txt), whose perplexity chooses the settings: give one, or "
-                "--learning_rates with a single value and methods that have no grid of their own"
-            )
+        tried = results_of({row.key: row.trials for row in rows if row.error is None})
+        tried |= {row.key: [Result(trial, None, row.error) for trial in row.trials] for row in rows if row.error}
+        choices = {row.key: choose(tried[row.key], self.merit) for row in rows}
+        following = {row.key: row.further(choice) for row in rows if (choice := choices[row.key]) is not None}
+        added = results_of(following)
+        outcomes = {}
+        for key, choice in ((row.key, choices[row.key]) for row in rows):
+            runs = tried[key] if choice is None else [*choice.results, *added[key]]
+            by_folder = {result.trial.folder: result for result in runs}
+            outcomes[key] = Outcome(trials=tried[key], choice=choice, runs=list(by_folder.values()))
+        return outcomes

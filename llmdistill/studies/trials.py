@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -27,15 +27,22 @@ from llmdistill.training.run_folder import finished_metrics, input_fingerprints,
 
 @dataclass(frozen=True)
 class Trial:
+    """One run in a folder of its own, which is not repeated if it is finished.
+
+    Subclasses are work of another kind that ends with scores: other settings, other files and another command.
+    """
+
     title: str
     settings: Mapping[str, Any]
     """The grid's values that define this trial together with its seed, by dotted key; empty without a grid."""
     seed: int
-    config: RunConfig
+    config: Any
+    """The settings of the work; of a run its RunConfig."""
+    work: ClassVar[str | None] = None
+    """The key in the table of `commands/worker.py` for work that is no run of `train.py`."""
 
     @property
     def folder(self) -> Path:
-        assert self.config.output_dir is not None
         return Path(self.config.output_dir)
 
     @property
@@ -46,7 +53,36 @@ class Trial:
     @property
     def log(self) -> Path:
         """The file with the output of the run."""
-        return self.folder.with_name(f"{self.folder.name}.log")
+        return self.recipe.with_suffix(".log")
+
+    def kept(self) -> dict[str, Any] | None:
+        """Return the scores of an earlier process; None if some are missing, UserError if the folder is another's."""
+        return finished_metrics(self.config)
+
+    def left(self) -> dict[str, Any] | None:
+        """Return the scores of the process that has just ended, None if it left none."""
+        return self.kept()
+
+    @property
+    def alone(self) -> bool:
+        """Whether its process needs no launcher, because what it runs has launchers of its own."""
+        return False
+
+    @property
+    def entry(self) -> list[str]:
+        """The module of the trial's own process, and its arguments."""
+        file = str(self.recipe)
+        return ["llmdistill.train", "--recipe", file] if self.work is None else ["llmdistill.commands.worker", file]
+
+    def values(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return to_dict(self.config)
+
+    def write(self) -> None:
+        """Write the file that the trial's own process reads."""
+        values = self.values()
+        text = values if self.work is None else {"work": self.work, "settings": values}
+        write_text(self.recipe, yaml.safe_dump(text, sort_keys=False, allow_unicode=True))
 
     def seconds(self) -> float | None:
         """Return the total duration of the trial over all its starts, including the scoring; None if it is unknown."""
@@ -66,7 +102,7 @@ class Result:
 def kept_result(trial: Trial) -> Result | None:
     """Return the result of a finished trial, an error if its folder belongs to another run, else None."""
     try:
-        metrics = finished_metrics(trial.config)
+        metrics = trial.kept()
     except UserError as error:
         return Result(trial, None, str(error))
     return None if metrics is None else Result(trial, metrics, None, trial.seconds())
@@ -76,14 +112,15 @@ def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
     """Return the result of a trial that has just ended, after a start of some seconds; `error`: why it failed."""
     if error is not None:
         return Result(trial, None, error)
-    result = kept_result(trial)
-    if result is None:
+    try:
+        metrics = trial.left()
+    except UserError as damage:
+        return Result(trial, None, str(damage))
+    if metrics is None:
         return Result(trial, None, f"it ended without its scores; see {trial.log}")
-    if result.metrics is None:
-        return result
     total = seconds + (trial.seconds() or 0.0)
     write_json(trial.folder / "seconds.json", {"seconds": total})
-    return Result(trial, result.metrics, None, total)
+    return Result(trial, metrics, None, total)
 
 
 class Progress:
@@ -179,12 +216,6 @@ def make_trial(
     values["output_dir"] = str(root / "trials" / folder)
     shown = trial_title(name if title is None else title, settings, values["seed"])
     return Trial(shown, settings, values["seed"], build(values, RunConfig, METHODS))
-
-
-def write_recipe(file: Path, settings: Mapping[str, Any]) -> Path:
-    """Write a recipe that a run is trained with, and return its path."""
-    write_text(file, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-    return file
 
 
 def changed_values(base: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from llmdistill.artifacts import read_result, write_result
+from llmdistill.artifacts import read_record, read_result, write_result
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
 from llmdistill.files import check_writable, file_name, write_json
@@ -30,6 +31,7 @@ from llmdistill.runtime.launch import launched_ranks
 from llmdistill.runtime.speed import measure_speed, parameter_split
 from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
 from llmdistill.studies.launcher import InProcess, Launcher
+from llmdistill.studies.trials import Trial
 from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
 from llmdistill.tasks.glue_files import GLUE
 from llmdistill.training.job import run_config
@@ -113,6 +115,32 @@ def evaluate(
         write_json(first.root / "results.json", results)
         write_report(first.root, results)
     return results
+
+
+@dataclass(frozen=True)
+class FineTuning(Trial):
+    """The fine-tuning of a model on all tasks as one trial of another study.
+
+    It is started every time, because its own trials are kept. Its scores are its results.json.
+    """
+
+    work: ClassVar[str | None] = "fine_tune"
+    launcher_flags: Sequence[str] = ()
+    """As of `run`."""
+
+    @property
+    def alone(self) -> bool:
+        return bool(self.config.trials_at_once > 1)
+
+    def values(self) -> dict[str, Any]:
+        values = asdict(self.config)
+        return {**values, **values.pop("method_settings"), "launcher_flags": list(self.launcher_flags)}
+
+    def kept(self) -> None:
+        return None
+
+    def left(self) -> dict[str, Any] | None:
+        return read_record(self.folder / "results.json", remedy="remove it")
 
 
 def output_dir(config: FineTuningConfig) -> Path:

@@ -43,13 +43,13 @@ from llmdistill.papers.fine_tuning.results import summarize
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.studies.launcher import Runner
+from llmdistill.studies.study import Row, Study
 from llmdistill.studies.trials import (
     Choice,
     Progress,
     Result,
     Trial,
     changed_values,
-    choose,
     may_be_best,
     points,
     trial_title,
@@ -62,13 +62,8 @@ from llmdistill.training.run_folder import finished_metrics
 SUBMISSION = "predictions"
 
 
-def dev_score(result: Result) -> float:
-    assert result.metrics is not None
-    return float(result.metrics["student"]["score"])
-
-
 @dataclass(frozen=True, kw_only=True)
-class TaskStudy:
+class TaskStudy(Study):
     config: FineTuningConfig
     task: str
     """The title of the task, such as RTE or SQuAD2."""
@@ -78,6 +73,10 @@ class TaskStudy:
     """The models that t-SNE draws: folder or hub name by title; empty without t-SNE."""
     pending: Mapping[str, PreTrainedConfig] = field(default_factory=dict)
     """The configurations of models that may not exist yet, by path."""
+
+    def merit(self, result: Result) -> float:
+        assert result.metrics is not None
+        return float(result.metrics["student"]["score"])
 
     @property
     def folder(self) -> Path:
@@ -159,16 +158,15 @@ class TaskStudy:
             of_data = {key: value for key, value in self.config.run_settings.items() if key.startswith("data.")}
             seed = self.protocol.seeds[0]
             run = build(changed_values(self._run("teacher", seed, "teacher", {}), of_data), RunConfig, METHODS)
-            (scored,) = runner.run([Trial(f"{self.task} teacher", {}, seed, run)])
+            trial = Trial(f"{self.task} teacher", {}, seed, run)
+            scored = self.run([Row(key="teacher", trials=[trial])], runner)["teacher"].first
             if scored.metrics is None:
                 raise UserError(str(scored.error))
             teacher, warnings = {"path": self.teacher, **scored.metrics["teacher"]}, scored.metrics["warnings"]
         with self._progress(data.metrics[0], len(trials)) as shown:
-            results = runner.run(trials, shown)
-        failures = [
-            f"{self.task}: {each.trial.folder.name} failed: {each.error}" for each in results if each.metrics is None
-        ]
-        choice = choose(results, dev_score)
+            outcome = self.run([Row(key="student", trials=trials)], runner, shown)["student"]
+        failures = [f"{self.task}: {each.trial.folder.name} failed: {each.error}" for each in outcome.failed]
+        choice = outcome.choice
         if choice is None or len(choice.results) < len(self.protocol.seeds):
             raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
         self._keep(choice, data, runner)
@@ -178,7 +176,7 @@ class TaskStudy:
             figure = self.figure(self.drawn, aspect, self.folder, "tsne")
             tsne = {"file": f"{self.task}/tsne.png", **figure}
         return {
-            **summarize(data, choice, results),
+            **summarize(data, choice, outcome.trials),
             **{key: getattr(self.protocol, key) for key in SHARED},
             "terms": dict(self.plan.method.weights),
             "teacher": teacher,
@@ -193,7 +191,7 @@ class TaskStudy:
 
         def drop(result: Result) -> None:
             ended.append(result)
-            leaders = {each.trial.folder for each in may_be_best(ended, dev_score, len(self.protocol.seeds))}
+            leaders = {each.trial.folder for each in may_be_best(ended, self.merit, len(self.protocol.seeds))}
             for folder in {each.trial.folder for each in ended} - leaders:
                 if not self.config.keep_models:
                     shutil.rmtree(folder / "student", ignore_errors=True)
@@ -210,7 +208,7 @@ class TaskStudy:
         if not on_main((student / "config.json").is_file):
             print_main(f"{self.task}: {trial.folder.name} is the best now, but its model is gone: once more")
             on_main(lambda: shutil.rmtree(trial.folder))
-            (again,) = runner.run([trial])
+            again = self.run([Row(key="again", trials=[trial])], runner)["again"].first
             if again.metrics is None:
                 raise UserError(f"{trial.folder}: {again.error}")
 

@@ -7,8 +7,8 @@ import pytest
 from transformers import BertConfig
 
 from llmdistill.cli import main
-from llmdistill.papers import table_study
 from llmdistill.papers.published import Measured, PublishedReport, draw_rows, print_published, write_published
+from llmdistill.papers.table_study import TableStudy
 from llmdistill.report.paper import Column, PublishedTable, TableRow
 
 COLUMNS = (
@@ -139,7 +139,7 @@ def test_the_tasks_are_read_before_hours_of_distillation(monkeypatch, capsys, te
     good = "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment\n"
     for name, text in (("train", good), ("dev", good + "1\ta\tb\tmaybe\n")):
         (tmp_path / f"glue/RTE/{name}.tsv").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(table_study, "conduct", lambda study: pytest.fail("it began"))
+    monkeypatch.setattr(TableStudy, "conduct", lambda study: pytest.fail("it began"))
     words = ("--suite", "minilm-table2", "--rows", "minilm", "--teacher.model", str(teacher), "--tasks.names", "rte")
     words += ("--data.train", str(tmp_path / "text.txt"), "--tasks.data_dir", str(tmp_path / "glue"))
     assert main(["compare", *words, "--output_dir", str(tmp_path / "out")]) == 2

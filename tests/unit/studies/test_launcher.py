@@ -61,8 +61,8 @@ def scripted(monkeypatch, tmp_path, trials):
             shutil.move(trial.folder, tmp_path / "left" / trial.folder.name)
         script = tmp_path / "job.py"
         script.write_text(SCRIPT.replace("{seconds}", str(seconds)))
-        command = lambda self, recipe, flags=(): [sys.executable, str(script), str(recipe)]  # noqa: E731
-        monkeypatch.setattr(Launcher, "train_command", command)
+        command = lambda self, *words, flags=(): [sys.executable, str(script), words[-1]]  # noqa: E731
+        monkeypatch.setattr(Launcher, "command", command)
         return Launcher(**settings)
 
     return make

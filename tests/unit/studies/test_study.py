@@ -12,9 +12,8 @@ from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.report.comparison import write_comparison
 from llmdistill.studies.collect import collect
-from llmdistill.studies.comparison import conduct
+from llmdistill.studies.comparison import MethodStudy
 from llmdistill.studies.launcher import InProcess, Launcher
-from llmdistill.studies.study import Study
 from llmdistill.studies.variants import from_starts, load_methods, load_starts
 from llmdistill.training.run_folder import claim_folder, scores_asked
 
@@ -29,20 +28,24 @@ class StandIn(Launcher):
         super().__init__()
         self.ran, self.fails = [], fails
 
+    @property
+    def undivided(self):
+        return self
+
     def run(self, trials, progress=None):
         return InProcess(self.do).run(trials, progress)
 
     def do(self, config):
+        if isinstance(config, dict):
+            return self.answer(Path(config["output"]))
         self.ran.append(config)
         if config.method in self.fails:
             raise UserError("out of luck")
         with claim_folder(config):
             self.train(config)
 
-    def work(self, work, settings, file):
+    def answer(self, output):
         """Write a teacher's answers."""
-        assert work == "generate"
-        output = Path(settings["output"])
         output.parent.mkdir(parents=True, exist_ok=True)
         rows = [{"instruction": f"question {n}", "input": "", "output": "yes " * (n % 5)} for n in range(40)]
         output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -79,7 +82,9 @@ def make_study(root, launcher, *arguments, methods=COMPARED, sizes=(), starts=()
     recipe, _ = parse_run(["--ds_config", "ds_configs/zero2.json", *arguments], METHODS)
     variants = from_starts(load_methods(methods), load_starts(starts)) if starts else load_methods(methods)
     grid = {"train.learning_rate": [1e-3, 3e-3, 9e-3]}
-    return Study(recipe=recipe, root=root, variants=variants, grid=grid, seeds=seeds, sizes=sizes, launcher=launcher)
+    return MethodStudy(
+        recipe=recipe, root=root, variants=variants, grid=grid, seeds=seeds, sizes=sizes, launcher=launcher
+    )
 
 
 def reported(study, findings):
@@ -92,7 +97,7 @@ def reported(study, findings):
 def done(tmp_path_factory):
     """A study, the configurations that it trained in order, and what it found."""
     study = make_study(tmp_path_factory.mktemp("done"), StandIn())
-    findings = conduct(study)
+    findings = study.conduct()
     return study, [config for config in study.launcher.ran if config.method != "none"], findings
 
 
@@ -108,7 +113,7 @@ def test_every_method_gets_the_same_start_order_and_batch_and_seqkd_as_many_toke
     rates = {(config.method, config.train.learning_rate) for config in first_seed}
     assert rates == set(product(("sft", "kd", "seqkd", "makd"), (1e-3, 3e-3, 9e-3)))
     seqkd = next(config for config in trained if config.method == "seqkd")
-    assert seqkd.data.train == str(study.responses)
+    assert seqkd.data.train == str(study.answers.output)
     # The stand-in's answers and prompts are shorter than the embedded ones, so that it needs more steps.
     assert seqkd.train.steps > study.recipe.train.steps
 
@@ -116,12 +121,15 @@ def test_every_method_gets_the_same_start_order_and_batch_and_seqkd_as_many_toke
 def test_settings_are_chosen_on_validation_and_tests_are_not_looked_at(done):
     _, trained, findings = done
     assert all(config.data.tests == {} and config.data.valid == "embedded:valid" for config in trained[:18])
-    for runs in findings.runs.values():
+    for outcome in (findings.rows[method] for method in COMPARED[1:]):
+        runs = outcome.runs
         assert [run.trial.seed for run in runs] == [0, 1, 2]
         assert {run.trial.settings["train.learning_rate"] for run in runs} == {3e-3}
-    assert {run.trial.settings["makd.logits"] for run in findings.runs["makd"]} == {10.0}
-    assert {run.trial.settings["kd.ratio"] for run in findings.runs["kd"]} == {0.5}
-    assert all(set(run.metrics["student"]["rougeL"]) == {"seen", "unseen", "skills"} for run in findings.runs["kd"])
+    assert {run.trial.settings["makd.logits"] for run in findings.rows["makd"].runs} == {10.0}
+    assert {run.trial.settings["kd.ratio"] for run in findings.rows["kd"].runs} == {0.5}
+    assert all(
+        set(run.metrics["student"]["rougeL"]) == {"seen", "unseen", "skills"} for run in findings.rows["kd"].runs
+    )
 
 
 def test_finished_runs_are_kept_unless_the_recipe_has_changed(done):
@@ -130,39 +138,39 @@ def test_finished_runs_are_kept_unless_the_recipe_has_changed(done):
         (["--train.weight_decay", "0.1"], 1 + 3 + 3),  # the base, the grid, and the chosen rate with every seed
     ):
         again = StandIn()
-        findings = conduct(make_study(done[0].root, again, *arguments, methods=["none", "sft"]))
+        findings = make_study(done[0].root, again, *arguments, methods=["none", "sft"]).conduct()
         assert len(again.ran) == runs
-        assert len(findings.runs["sft"]) == 3
+        assert len(findings.rows["sft"].runs) == 3
 
 
 def test_one_failed_method_does_not_lose_the_others_and_is_tried_again(tmp_path):
     study = make_study(tmp_path, StandIn(fails=["kd"]), methods=["none", "kd", "sft"], seeds=(0, 1))
-    findings = conduct(study)
+    findings = study.conduct()
     assert {(result.trial.config.method, result.error) for result in findings.failed} == {("kd", "out of luck")}
     results, _ = reported(study, findings)
     assert results["methods"]["kd"]["rougeL"] is None
     assert results["methods"]["sft"]["rougeL"]["average"] > results["methods"]["none"]["rougeL"]["average"]
     again = StandIn()
-    assert conduct(make_study(tmp_path, again, methods=["none", "kd", "sft"], seeds=(0, 1))).failed == []
+    assert make_study(tmp_path, again, methods=["none", "kd", "sft"], seeds=(0, 1)).conduct().failed == []
     assert {config.method for config in again.ran} == {"kd"}
     with pytest.raises(UserError, match="could not be scored: out of luck"):
-        conduct(make_study(tmp_path / "other", StandIn(fails=["none"])))
+        make_study(tmp_path / "other", StandIn(fails=["none"])).conduct()
 
 
 def test_sizes_train_the_chosen_settings_once_more(tmp_path):
     methods = ["none", "sft", "makd"]
     study = make_study(tmp_path, StandIn(), methods=methods, sizes=["18", "60%"], seeds=(0, 1))
-    findings = conduct(study)
+    findings = study.conduct()
     sizes = [sizes_of(config)[2:] for config in study.launcher.ran if config.method == "none"]
     assert sizes == [(None, "34%"), (18, None), (None, "60%")]
     comparison = collect(study, findings, title="t", paper={}, command="c")
     points = {(point.label, point.name) for point in comparison.sizes}
     assert points == set(product(("as in the table", "rank 18", "60%"), methods))
-    makd = [run.metrics["student"]["rougeL"] for run in findings.runs["makd"]]
+    makd = [run.metrics["student"]["rougeL"] for run in findings.rows["makd"].runs]
     (own,) = [point for point in comparison.sizes if (point.label, point.name) == ("as in the table", "makd")]
     assert own.average.mean == pytest.approx(sum(sum(each.values()) / 3 for each in makd) / 2)
     for results in findings.sizes.values():
-        assert results["makd"].trial.settings["train.learning_rate"] == 3e-3
+        assert results["makd"].first.trial.settings["train.learning_rate"] == 3e-3
 
 
 def sizes_of(config):
@@ -179,7 +187,7 @@ def started(tmp_path_factory):
     settings = {"methods": ["none", "sft"], "starts": STARTS, "sizes": ["18", "25%"]}
     study = make_study(tmp_path_factory.mktemp("started"), StandIn(), **settings)
     study.check()
-    findings = conduct(study)
+    findings = study.conduct()
     return study, [config for config in study.launcher.ran if config.method == "none"], findings
 
 
@@ -191,10 +199,10 @@ def test_every_method_is_trained_from_every_start_with_settings_of_its_own(start
     assert [sizes_of(config)[:2] for config in bases[:2]] == [("none", "uniform"), ("gradients", "loss")]
     assert [config.scoring.models for config in bases[:2]] == [["teacher", "untrained"], ["untrained"]]
     for start, base, rate in zip(STARTS, bases, (3e-3, 1e-3), strict=False):
-        runs = findings.runs[f"sft-{start}"]
+        runs = findings.rows[f"sft-{start}"].runs
         assert [run.trial.seed for run in runs] == [0, 1, 2]
         assert {run.trial.settings["train.learning_rate"] for run in runs} == {rate}
-        models = {run.trial.config.student.model for run in (*runs, *findings.trials[f"sft-{start}"])}
+        models = {run.trial.config.student.model for run in (*runs, *findings.rows[f"sft-{start}"].trials)}
         assert models == {f"{base.output_dir}/untrained"}
 
 
@@ -219,7 +227,7 @@ def test_the_sizes_of_a_start_share_a_calibration(tmp_path):
     alone, sized = (make_study(tmp_path, StandIn(), sizes=sizes, **starts) for sizes in ((), ("20",)))
     # The folder is no part of a run's identity: base runs of an earlier study are kept.
     assert [alone.base(start).folder for start in alone.starts] == [sized.base(start).folder for start in sized.starts]
-    conduct(sized)
+    sized.conduct()
     calibrations = [config.student.factorize.calibration.folder for config in sized.launcher.ran]
     plain, of_gradients, of_loss = (set(calibrations[n::3]) for n in range(3))
     assert plain == {None}

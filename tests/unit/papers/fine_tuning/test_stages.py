@@ -53,7 +53,7 @@ def read(file):
 def second_stage(arguments: list[str]) -> None:
     plan = plan_tasks(make_plans(parse_run(arguments, METHODS)[0]))
     plan.check_data()
-    plan.run()
+    plan.conduct()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,118 @@
+"""The study of the teacher's best layer for a method: a short run for each layer, and the curve of the losses.
+
+MiniLMv2 Figure 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+from llmdistill.config import RunConfig
+from llmdistill.errors import UserError
+from llmdistill.files import write_json
+from llmdistill.methods.layers import parse_layers
+from llmdistill.models.families import shape_of
+from llmdistill.report.metrics_log import read_metrics_log
+from llmdistill.report.plots import curve_of, method_styles, plot_curves, save_plot
+from llmdistill.report.tables import print_table
+from llmdistill.runtime.distributed import on_main
+from llmdistill.studies.launcher import InProcess
+from llmdistill.studies.study import Outcome, Row, Study
+from llmdistill.studies.trials import Result, Trial
+from llmdistill.training.plan import Plan, make_plan
+
+
+@dataclass(frozen=True)
+class LayerTrial(Trial):
+    """A run of one layer, whose score is the validation loss after its last step."""
+
+    def kept(self) -> dict[str, Any] | None:
+        metrics = super().kept()
+        return metrics and {**metrics, "valid_loss": read_metrics_log(self.folder)[-1]["valid_loss"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSearch(Study):
+    """For each candidate layer, the student learns the layer's relations for some steps, and a probe scores it.
+
+    All students begin with the same weights and see the same batches. The relation losses of different layers cannot be
+    compared, so each student is then trained with the token loss alone for the same number of steps, and its validation
+    loss after these steps is its score.
+    """
+
+    plan: Plan
+    """The run that needs the layer."""
+    name: str
+    """Its method that learns from one layer."""
+
+    def merit(self, result: Result) -> float:
+        assert result.metrics is not None
+        return -float(result.metrics["valid_loss"])
+
+    def conduct(self, run: Callable[[Plan], object]) -> int:
+        """Return the best layer, from 1, and write layer_search.json and a plot into the run's folder.
+
+        Every rank must call it. Finished runs are not repeated; UserError if one fails.
+        """
+        num_layers, key = shape_of(self.plan.models.teacher).num_layers, f"{self.name}.search.layers"
+        layers = self.plan.config.method_settings[self.name].search.layers
+        pairs = [self._trials(layer + 1) for layer in parse_layers(layers, num_layers, key=key)]
+        # A probe can be planned only when the relations are learned, because that trial writes the probe's student.
+        runner = InProcess(lambda config: run(make_plan(config, self.plan.before)))
+        for kind, trials in zip(("relations", "probes"), zip(*pairs, strict=True), strict=True):
+            outcome = self.run([Row(key=kind, trials=trials)], runner)[kind]
+            for result in outcome.failed:
+                raise UserError(
+                    f"the search for the teacher's layer failed at the {result.trial.title}: {result.error}"
+                )
+        return on_main(lambda: self._report(outcome))
+
+    def _trials(self, layer: int) -> tuple[Trial, Trial]:
+        """Return the trial that learns a layer's relations and the trial that scores its student; layers are from 1."""
+        config, search = self.plan.config, self.plan.config.method_settings[self.name].search
+        part = self.plan.folder / "layer-search" / f"layer-{layer}"
+        student = config.student.made_otherwise(model=str(part / "distil" / "student"))
+
+        def trial(title: str, base: RunConfig, method: str, steps: int, name: str) -> Trial:
+            warmup = min(config.train.warmup_steps, steps // 10)
+            train = replace(
+                config.train, steps=steps, warmup_steps=warmup, save_every=steps, validate_every=steps, keep_best=None
+            )
+            run = replace(base, method=method, also=[], train=train, output_dir=str(part / name), resume="auto")
+            return LayerTrial(f"{title} of layer {layer}", {"teacher_layer": layer}, config.seed, run)
+
+        relations = config.with_settings(self.name, teacher_layer=layer)
+        return (
+            trial("relations", relations, self.name, search.steps, "distil"),
+            trial("probe", replace(config, student=student), "sft", search.probe_steps, "probe"),
+        )
+
+    def _report(self, probes: Outcome) -> int:
+        """Write, plot and print the scores of all layers, and return the chosen layer."""
+        losses = {result.trial.settings["teacher_layer"]: -self.merit(result) for result in probes.trials}
+        best, folder = probes.runs[0].trial.settings["teacher_layer"], self.plan.folder
+        values = [{"layer": layer, "valid_loss": loss} for layer, loss in losses.items()]
+        write_json(folder / "layer_search.json", {"chosen": best, "layers": values})
+        style = method_styles(["student"])["student"]
+        curve = curve_of({float(layer): [loss] for layer, loss in losses.items()})
+        figure = plot_curves([("student", style, curve)], "validation loss (lower is better)")
+        axes = figure.axes[0]
+        axes.set_xlabel("layer of the teacher, from 1")
+        figure.legends[0].remove()  # of a single line
+        axes.plot(best, losses[best], marker="o", markersize=11, fillstyle="none", color=style.color)
+        save_plot(figure, folder, "layer_search")
+
+        lowest, highest = losses[best], max(losses.values())
+        rows = []
+        for layer, loss in losses.items():
+            bar = "█" * round(30 * (highest - loss) / (highest - lowest)) if highest > lowest else ""
+            chosen = " chosen" if loss == lowest else ""
+            rows.append([str(layer), f"{loss:.4f}", f"{bar} {highest - loss:.4f}{chosen}".strip()])
+        header = ["layer", "validation loss", "better than the worst by"]
+        print_table("Which layer of the teacher to learn from", header, rows, left=(2,))
+        Console().print(f"The curve is in {folder / 'layer_search.png'}", soft_wrap=True)
+        return int(best)
