@@ -8,9 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from llmdistill.artifacts import read_result, write_result
 from llmdistill.config.side_by_side import MtebConfig
-from llmdistill.fingerprints import fingerprint
 from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
@@ -37,26 +35,32 @@ def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
         settings[name] = replace(said, max_length=length)
     tasks = find_mteb(config.tasks, config.benchmark, config.languages)
     decides = [task.decides() for task in tasks]
-    asked: dict[tuple[str, str], Any] = {}
-    for name, path in models.paths.items():
-        own = {"dtype": models.dtype, "embeddings": asdict(settings[name]), "content of model": fingerprint(str(path))}
-        asked |= {(name, task.name): {**each, **own} for task, each in zip(tasks, decides, strict=True)}
-    found = {key: read_result(models.file(*key), each) for key, each in asked.items()}
-    for task in tasks:
-        if any(found[name, task.name] is None for name in models.paths):
-            task.check_data()
-    entries = {}
-    for name, path in models.paths.items():
-        left = [task for task in tasks if found[name, task.name] is None]
-        if left:
-            say(f"{name}: {path} ...")
+    own = {name: {"dtype": models.dtype, "embeddings": asdict(each)} for name, each in settings.items()}
+    decides = {task.name: task.decides() for task in tasks}
+    trials = models.trials(
+        {(name, task): {**each, **own[name]} for name in models.paths for task, each in decides.items()}
+    )
+    by_name = {task.name: task for task in tasks}
+    for task in dict.fromkeys(task for (_, task), trial in trials.items() if trial.kept() is None):
+        by_name[task].check_data()
+    loaded: dict[str, tuple[int, SentenceEncoder]] = {}
+
+    def score(name: str, task: str) -> dict[str, Any]:
+        if name not in loaded:
+            loaded.clear()  # the model before it, whose tasks are done
+            say(f"{name}: {models.paths[name]} ...")
             model = models.load(name, "embedding")
-            encoder = SentenceEncoder(model, load_tokenizer(path), settings[name])
-        for task in left:
-            say(f"{name}: {task.name} ...")
-            result = {"params": count_parameters(model), **task.score(encoder, batch_size=config.batch_size)}
-            found[name, task.name] = write_result(models.file(name, task.name), asked[name, task.name], result)
-        entries[name] = _entry(path, settings[name], {task.name: found[name, task.name] for task in tasks})
+            encoder = SentenceEncoder(model, load_tokenizer(models.paths[name]), settings[name])
+            loaded[name] = count_parameters(model), encoder
+        say(f"{name}: {task} ...")
+        params, encoder = loaded[name]
+        return {"params": params, **by_name[task].score(encoder, batch_size=config.batch_size)}
+
+    scores = models.score_all(trials, score)
+    entries = {
+        name: _entry(path, settings[name], {task: scores[name, task] for task in by_name})
+        for name, path in models.paths.items()
+    }
     details = {f"Embeddings of {name}": each["embeddings"] for name, each in entries.items()}
     return ModelScores(results={"models": entries}, details=details)
 
@@ -69,8 +73,7 @@ def _entry(path: Path, settings: SentenceSettings, scores: Mapping[str, Any]) ->
         "params": next(iter(scores.values()))["params"],
         "embeddings": f"{' and '.join(settings.pooling.modes)} of at most {settings.max_length} tokens{normalized}",
         "tasks": {
-            name: {key: value for key, value in each.items() if key not in ("asked", "params")}
-            for name, each in scores.items()
+            name: {key: value for key, value in each.items() if key != "params"} for name, each in scores.items()
         },
     }
 

@@ -29,11 +29,33 @@ from llmdistill.report.tables import TitledTable, print_table
 from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
 from llmdistill.runtime.distributed import World
 from llmdistill.students.counting import count_parameters
+from llmdistill.studies.launcher import InProcess
+from llmdistill.studies.study import Row, Study
+from llmdistill.studies.trials import Trial
 from llmdistill.training.run_folder import METRICS_FILE, RUN_FILE
 
 
+@dataclass(frozen=True)
+class ModelTrial(Trial):
+    """The scoring of a model as it is; its config are the names of the model and, if there is one, of the task."""
+
+    file: Path = field(kw_only=True)
+    """The file that keeps the scores."""
+    asked: Mapping[str, Any] = field(kw_only=True)
+
+    @property
+    def folder(self) -> Path:
+        return self.file.parent
+
+    def kept(self) -> dict[str, Any] | None:
+        return read_result(self.file, self.asked)
+
+    def keep(self, scores: Mapping[str, Any]) -> None:
+        write_result(self.file, self.asked, scores)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ComparedModels:
+class ComparedModels(Study):
     """The models of a command, how they run, and where their results go."""
 
     paths: Mapping[str, Path]
@@ -51,9 +73,38 @@ class ComparedModels:
     def load(self, name: str, head: Head) -> PreTrainedModel:
         return load_model(self.paths[name], dtype=TORCH_DTYPES[self.dtype], device=self.device, head=head)
 
-    def file(self, *names: str) -> Path:
-        """Return the file that keeps the results of a model, or those of a model on a task."""
-        return self.folder.joinpath(*map(file_name, names), RESULT_FILE)
+    def trials(self, asked: Mapping[tuple[str, ...], Mapping[str, Any]]) -> dict[tuple[str, ...], ModelTrial]:
+        """Return the scoring of each model, or of each model on each task, by their names.
+
+        The scores depend on the model and on what is `asked`, by the same names.
+        """
+        contents = {name: fingerprint(str(path)) for name, path in self.paths.items()}
+        return {
+            names: ModelTrial(
+                ": ".join(names),
+                {},
+                0,
+                names,
+                file=self.folder.joinpath(*map(file_name, names), RESULT_FILE),
+                asked={**each, "content of model": contents[names[0]]},
+            )
+            for names, each in asked.items()
+        }
+
+    def score_all(
+        self, trials: Mapping[tuple[str, ...], ModelTrial], score: Callable[..., Mapping[str, Any]]
+    ) -> dict[tuple[str, ...], dict[str, Any]]:
+        """Return the scores of each trial, which are kept in its folder as soon as they are there.
+
+        `score` gets the names of the trial. Raises UserError, after the other trials, if one fails.
+        """
+        runner = InProcess(lambda names: trials[names].keep(score(*names)))
+        outcomes = self.run([Row(key=names, trials=[trial]) for names, trial in trials.items()], runner)
+        for result in (outcome.first for outcome in outcomes.values()):
+            if result.metrics is None:
+                raise UserError(f"{result.trial.title}: {result.error}")
+        scores = {names: outcome.first.metrics or {} for names, outcome in outcomes.items()}
+        return {names: {key: value for key, value in each.items() if key != "asked"} for names, each in scores.items()}
 
     def score_each(
         self,
@@ -64,24 +115,20 @@ class ComparedModels:
         head: Head,
         check: Callable[[], object] = lambda: None,
     ) -> dict[str, dict[str, Any]]:
-        """Return path, parameters and scores of each model, which are kept in its folder as soon as they are there.
+        """Return path, parameters and scores of each model, as `score_all`; `on` says in words what they are scored on.
 
-        The scores depend on the model and on what is `asked`; `on` says in words what they are scored on. `check` is
-        called before the first model is loaded, unless all scores are kept.
+        `check` is called before the first model is loaded, unless all scores are kept.
         """
-        of_model = {name: {**asked, "content of model": fingerprint(str(path))} for name, path in self.paths.items()}
-        kept = {name: read_result(self.file(name), each) for name, each in of_model.items()}
-        if None in kept.values():
+        trials = self.trials({(name,): asked for name in self.paths})
+        if any(trial.kept() is None for trial in trials.values()):
             check()
-        entries = {}
-        for name, found in kept.items():
-            if found is None:
-                say(f"{name}: {self.paths[name]} on {on} ...")
-                model = self.load(name, head)
-                result = {"path": str(self.paths[name]), "params": count_parameters(model), **score(name, model)}
-                found = write_result(self.file(name), of_model[name], result)
-            entries[name] = {key: value for key, value in found.items() if key != "asked"}
-        return entries
+
+        def of_model(name: str) -> dict[str, Any]:
+            say(f"{name}: {self.paths[name]} on {on} ...")
+            model = self.load(name, head)
+            return {"path": str(self.paths[name]), "params": count_parameters(model), **score(name, model)}
+
+        return {name: each for (name,), each in self.score_all(trials, of_model).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
