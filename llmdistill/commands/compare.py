@@ -10,15 +10,14 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.commands.published_table import compare_table
+from llmdistill.commands.published_table import compare_table, conclude
 from llmdistill.config.command_line import build, parse_own, parse_run, recipe_names
 from llmdistill.config.marks import at_least
 from llmdistill.config.training import LEARNING_RATES
-from llmdistill.errors import Stopped, UserError
-from llmdistill.messages import logger, print_result
+from llmdistill.errors import UserError
+from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.report.paper import table_names
-from llmdistill.runtime import signals
 from llmdistill.runtime.launch import split_launcher_flags
 from llmdistill.studies.variants import (
     Suite,
@@ -113,7 +112,7 @@ def compare(arguments: Sequence[str]) -> int:
     suite = choose_suite(settings, recipe.data.kind)
     rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in (0.5, 1.0, 2.0)]
     # Imported here so that --help and errors in the arguments do not wait for torch.
-    from llmdistill.report.comparison import print_comparison, write_comparison
+    from llmdistill.report.comparison import comparison_report
     from llmdistill.studies.collect import collect
     from llmdistill.studies.comparison import MethodStudy
     from llmdistill.studies.launcher import Launcher
@@ -138,22 +137,13 @@ def compare(arguments: Sequence[str]) -> int:
         print_plan(study, as_json=parsed.json)
         return 0
     study.check_files()
-    try:
-        findings = study.conduct()
-    except KeyboardInterrupt as stop:
-        begin = signals.line_start()
-        logger.warning("%sStopped; what is finished stays in %s, and the same command goes on.", begin, study.root)
-        return stop.code if isinstance(stop, Stopped) else 130
-    comparison = collect(study, findings, title=suite.title, paper=suite.paper, command=command)
-    results = write_comparison(study.root, comparison)
-    if parsed.json:
-        print_result(results)
-    else:
-        print_comparison(results)
-        print_result(
-            f"The report is {study.root / 'report.html'}, also report.md, results.json and costs.json beside it."
-        )
-    return 1 if findings.failed else 0
+    return conclude(
+        study,
+        lambda found: comparison_report(
+            study.root, collect(study, found, title=suite.title, paper=suite.paper, command=command)
+        ),
+        as_json=parsed.json,
+    )
 
 
 def choose_suite(settings: CompareConfig, kind: str) -> Suite:

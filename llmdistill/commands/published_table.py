@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ _ANY_RECIPE = "minilm/6x384"
 if TYPE_CHECKING:
     from llmdistill.papers.table_study import TableStudy
     from llmdistill.report.paper import PublishedTable, TableRow
+    from llmdistill.report.study import StudyReport
 
 
 def compare_table(
@@ -37,7 +38,7 @@ def compare_table(
     """
     quiet_transformers()
     # Imported here so that --help and errors in the arguments do not wait for torch.
-    from llmdistill.papers.published import PublishedReport, print_published, write_published
+    from llmdistill.papers.published import PublishedReport, published_report
     from llmdistill.papers.table_study import TableStudy, rows_to_run
     from llmdistill.report.paper import load_table
     from llmdistill.report.record import describe_versions, make_record
@@ -56,29 +57,37 @@ def compare_table(
         _print_plan(study, as_json=parsed.json)
         return 0
     study.check()
+
+    def report(measured: Mapping[str, Any]) -> StudyReport:
+        record, limit = make_record(command, 1), study.tasks.limit
+        protocol = f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples")
+        facts = {
+            "Command": command,
+            "Hardware": record["hardware"],
+            "Versions": describe_versions(record),
+            **({"Fine-tuning": protocol} if table.suite is None else {"Scores": _suite_command(study)}),
+            "Finished": record["finished"],
+        }
+        return published_report(root, PublishedReport(table=table, measured=measured, facts=facts))
+
+    return conclude(study, report, as_json=parsed.json)
+
+
+def conclude(study: Any, report: Callable[[Any], StudyReport], *, as_json: bool) -> int:
+    """Conduct a study, write and print its report; return 1 if a run failed, 130 or 143 after a signal, else 0."""
     try:
-        measured = study.conduct()
+        found = study.conduct()
     except KeyboardInterrupt as stop:
         begin = signals.line_start()
-        logger.warning("%sStopped; what is finished stays in %s, and the same command goes on.", begin, root)
+        logger.warning("%sStopped; what is finished stays in %s, and the same command goes on.", begin, study.root)
         return stop.code if isinstance(stop, Stopped) else 130
-    record, limit = make_record(command, 1), study.tasks.limit
-    protocol = f"protocol {study.tasks.protocol}" + ("" if limit is None else f", {limit:,} training examples")
-    facts = {
-        "Command": command,
-        "Hardware": record["hardware"],
-        "Versions": describe_versions(record),
-        **({"Fine-tuning": protocol} if table.suite is None else {"Scores": _suite_command(study)}),
-        "Finished": record["finished"],
-    }
-    report = PublishedReport(table=table, measured=measured, facts=facts)
-    results = write_published(root, report)
-    if parsed.json:
+    made = report(found)
+    results = made.write()
+    if as_json:
         print_result(results)
     else:
-        print_published(report)
-        print_result(f"The report is {root / 'report.html'}, also report.md and results.json beside it.")
-    return 1 if any(each.error is not None for each in measured.values()) else 0
+        made.print()
+    return 1 if made.failed else 0
 
 
 def configs_of(

@@ -93,9 +93,8 @@ def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
     found = import_module(f"llmdistill.{entry.module}").SUITE
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
-        results = found.evaluate(config, command=f"{prog} {shlex.join(arguments)}")
+        report = found.evaluate(config, command=f"{prog} {shlex.join(arguments)}")
     if parsed.json:
-        print_result(results)
+        print_result({**report.results, "folder": str(report.folder)})
     else:
-        found.print(results)
-        print_result(f"The report is {results['folder']}/report.md.")
+        report.print()

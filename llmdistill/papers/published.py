@@ -8,15 +8,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
+from rich.text import Text
 
-from llmdistill.files import write_json
-from llmdistill.report.drawings import save_drawings
-from llmdistill.report.pages import signed, write_page
+from llmdistill.report.pages import signed
 from llmdistill.report.panels import plot_panels
 from llmdistill.report.paper import PublishedTable, TableRow
 from llmdistill.report.plots import DASHES, Curve, Drawing, Style, curve_of, method_styles
-from llmdistill.report.tables import Spread, print_table, show_seeds, spread
+from llmdistill.report.study import StudyReport
+from llmdistill.report.tables import Spread, TitledTable, show_seeds, spread
 
 AVERAGE, TEACHER = "average", "teacher"
 """The head of the column of the mean over the others, and the key of the teacher's row."""
@@ -83,8 +82,11 @@ class PublishedReport:
         return [*(each.label for each in self.table.columns), *([AVERAGE] if self.table.average else [])]
 
 
-def write_published(folder: Path, report: PublishedReport) -> dict[str, Any]:
-    """Write results.json, report.md and report.html into a folder, and return the content of results.json."""
+def published_report(folder: Path, report: PublishedReport) -> StudyReport:
+    """Return the report of a table, in a folder: results.json, report.md, report.html and plots/.
+
+    The terminal shows the rows that were run, each score with the published one in brackets.
+    """
     rows, lines = [], []
     for row in report.table.rows:
         found, measured = report.measured.get(row.name), None
@@ -96,12 +98,25 @@ def write_published(folder: Path, report: PublishedReport) -> dict[str, Any]:
         rows.append({**own, "published": list(row.published), "measured": measured})
         lines.append({"label": row.label, "why_not": row.missing, "measured": found, "cells": _shown(row, report)})
     results = {"title": report.table.title, "columns": report.header, "rows": rows, "facts": dict(report.facts)}
-    write_json(folder / "results.json", results)
-    plots = save_drawings(folder / "plots", draw_rows(report))
-    for kind in ("html", "md"):
-        page = folder / f"report.{kind}"
-        write_page(page, f"published.{kind}.j2", report=report, lines=lines, plots=plots, folder=folder)
-    return results
+    run, table = [row for row in report.table.rows if row.name in report.measured], report.table
+    shown = []
+    for row in run:
+        texts = [f"{text} ({figure})" if figure else text for text, figure in _shown(row, report).values()]
+        shown.append([row.label, *texts])
+    errors = {row.label: report.measured[row.name].error for row in run}
+    return StudyReport(
+        folder=folder,
+        results=results,
+        template="published",
+        kinds=("html", "md"),
+        values={"report": report, "lines": lines},
+        drawings=draw_rows(report),
+        table=TitledTable(f"{table.title}; in brackets the paper's", ["", *_shown(table.rows[0], report)], shown),
+        turned=True,
+        notes=[Text(f"{label} FAILED: {error}") for label, error in errors.items() if error is not None],
+        closing=f"The report is {folder / 'report.html'}, also report.md and results.json beside it.",
+        failed=any(error is not None for error in errors.values()),
+    )
 
 
 def draw_rows(report: PublishedReport) -> list[Drawing]:
@@ -147,18 +162,3 @@ def _shown(row: TableRow, report: PublishedReport) -> dict[str, tuple[str, str]]
 
 def _distance(score: float | None, teacher: float | None) -> float | None:
     return None if score is None or teacher is None else score - teacher
-
-
-def print_published(report: PublishedReport) -> None:
-    """Print the rows that were run, each score with the published one in brackets."""
-    table, run = report.table, [row for row in report.table.rows if row.name in report.measured]
-    rows = []
-    for row in run:
-        texts = [f"{text} ({figure})" if figure else text for text, figure in _shown(row, report).values()]
-        rows.append([row.label, *texts])
-    header = ["", *_shown(table.rows[0], report)]
-    print_table(f"{table.title}; in brackets the paper's", header, rows, turned=True)
-    for row in run:
-        error = report.measured[row.name].error
-        if error is not None:
-            Console().print(f"{row.label} FAILED: {error}", highlight=False, markup=False)

@@ -15,8 +15,6 @@ from llmdistill.config import command_line
 from llmdistill.config.tasks import FineTuningConfig, GridConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import write_json
-from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.configs import load_config
@@ -25,8 +23,8 @@ from llmdistill.papers.fine_tuning.protocols import BEST, teacher_of
 from llmdistill.papers.fine_tuning.results import dev_columns, shown_metrics
 from llmdistill.papers.fine_tuning.run import FineTuning, check_drawable, check_layer, evaluate
 from llmdistill.papers.fine_tuning.study import TaskStudy
-from llmdistill.report.pages import write_page
-from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, print_table, show_seeds
+from llmdistill.report.study import StudyReport
+from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main
 from llmdistill.studies.launcher import InProcess
@@ -112,8 +110,9 @@ class TasksPlan(Study):
             results[row] = ended.metrics
         figures = self._draw() if self.last.config.tasks.tsne else {}
         if world.is_main:
-            _show_rows(self.folder, collect(results, figures, run=str(self.last.folder)))
-            print_result(f"The table is in {self.folder / 'report.md'}, each row's own report in its folder there.")
+            report = stages_report(self.folder, collect(results, figures, run=str(self.last.folder)))
+            report.write()
+            report.print()
 
     def _draw(self) -> dict[str, Any]:
         """Draw one t-SNE figure per task with the teacher and each row's best model; the last row has both stages."""
@@ -262,9 +261,8 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
     }
 
 
-def _show_rows(folder: Path, table: Mapping[str, Any]) -> None:
-    """Write report.md and report.json, and print the table."""
-    write_json(folder / "report.json", table)
+def stages_report(folder: Path, table: Mapping[str, Any]) -> StudyReport:
+    """Return the report of the rows of `collect`: report.md and report.json."""
     columns = table["columns"]
     averaged = len({column["task"] for column in columns}) > 1
     header = ["", "stage 1", "stage 2", "params"]
@@ -276,13 +274,19 @@ def _show_rows(folder: Path, table: Mapping[str, Any]) -> None:
         rows.append([*cells, f"{row['average']:.1f}"] if averaged else cells)
     title = f"Dev sets x 100, {count_seeds(table['seeds'])}"
     shown = TitledTable(title, [*header, "average"] if averaged else header, rows)
-    write_page(
-        folder / "report.md",
-        "two_stages.md.j2",
-        **table,
-        title=f"Two stages: {table['name']}",
-        legend=shown.title,
+    return StudyReport(
+        folder=folder,
+        results=table,
+        file="report.json",
+        template="two_stages",
+        values={
+            **table,
+            "title": f"Two stages: {table['name']}",
+            "legend": shown.title,
+            "table": shown,
+            "record": table["run"],
+        },
         table=shown,
-        record=table["run"],
+        left=range(3),
+        closing=f"The table is in {folder / 'report.md'}, each row's own report in its folder there.",
     )
-    print_table(*shown, left=range(3))

@@ -1,4 +1,4 @@
-"""Writes the report of a comparison of methods: results.json, costs.json, report.md, report.html and the plots."""
+"""The report of a comparison of methods."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.text import Text
 
-from llmdistill.files import byte_size, write_json
-from llmdistill.report.drawings import draw_comparison, save_drawings
-from llmdistill.report.pages import signed, write_page
+from llmdistill.files import byte_size
+from llmdistill.report.drawings import draw_comparison
+from llmdistill.report.pages import signed
 from llmdistill.report.results import (
     CALIBRATION_COSTS,
     COSTS,
@@ -22,17 +22,17 @@ from llmdistill.report.results import (
     describe_finding,
 )
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, SCORES, Score
-from llmdistill.report.tables import count_seeds, print_table
+from llmdistill.report.study import StudyReport
+from llmdistill.report.tables import TitledTable, count_seeds
 from llmdistill.tasks.perplexity import show_perplexity
 
 
-def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
-    """Write results.json, costs.json, report.md, report.html and plots/ into a folder, and return the results.
+def comparison_report(folder: Path, comparison: Comparison) -> StudyReport:
+    """Return the report of a comparison, in a folder: results.json, costs.json, report.md, report.html and plots/.
 
     results.json contains no time, date or absolute path, so two equal comparisons give the same file.
     """
     results: dict[str, Any] = _without_prefix(_make_results(comparison), folder)
-    write_json(folder / "results.json", results)
     costs = {}
     for row in comparison.rows:
         checkpoint_costs: dict[str, Any] = {"params": row.params, "checkpoint_bytes": row.checkpoint_bytes}
@@ -43,7 +43,6 @@ def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
             }
         calibration = {} if row.calibration is None else {key: row.calibration[key] for key in CALIBRATION_COSTS}
         costs[row.key] = {**checkpoint_costs, **{key: row.cost(key) for key in COSTS}, **calibration}
-    write_json(folder / "costs.json", costs)
     runs = [run for row in comparison.rows for run in (*row.runs, *row.trials)]
     failed = [run for run in runs if run.error is not None]
     failed += [run for row in comparison.rows for run in row.failed if run.error is None]
@@ -59,7 +58,6 @@ def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
         "differences": differences,
         "best_difference": comparison.score.best(difference for difference in trained if difference is not None),
         "teacher_params": None if comparison.teacher is None else comparison.teacher.params,
-        "plots": save_drawings(folder / "plots", draw_comparison(comparison)),
         "labels": {
             **{row.name: row.label for row in comparison.rows},
             **{row.key: row.title for row in comparison.rows},
@@ -74,9 +72,19 @@ def write_comparison(folder: Path, comparison: Comparison) -> dict[str, Any]:
         "made": _unique([*runs, *failed_sizes, *(row.ended[0] for row in sizes)]),
         "paper_sets": list(dict.fromkeys(name for row in (comparison.paper or {}).values() for name in row)),
     }
-    for kind in ("html", "md"):
-        write_page(folder / f"report.{kind}", f"comparison.{kind}.j2", **context)
-    return results
+    return StudyReport(
+        folder=folder,
+        results=results,
+        further={"costs.json": costs},
+        template="comparison",
+        kinds=("html", "md"),
+        values=context,
+        drawings=draw_comparison(comparison),
+        table=_table(results),
+        notes=[Text(f"WARNING: {warning}", style="bold yellow") for warning in results["warnings"]],
+        closing=f"The report is {folder / 'report.html'}, also report.md, results.json and costs.json beside it.",
+        failed=bool(failed or failed_sizes),
+    )
 
 
 def _make_results(comparison: Comparison) -> dict[str, Any]:
@@ -155,8 +163,8 @@ def _format_spread(spread: Mapping[str, Any], score: Score, several: bool) -> st
     return score.show(spread["mean"]) + (f" ± {score.show(spread['std'])}" if several else "")
 
 
-def print_comparison(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the results.json of a comparison on the terminal, with the standard deviation of several seeds."""
+def _table(results: Mapping[str, Any]) -> TitledTable:
+    """Return the table of the terminal, with the standard deviation of several seeds."""
     score = SCORES[results["score"]]
     sets, texts, rows, most = results["sets"], results.get("texts", {}), [], 0
     references = ["perplexity"] if score is ROUGE_L else []
@@ -172,11 +180,8 @@ def print_comparison(results: Mapping[str, Any], console: Console | None = None)
         rest = [_format_spread(scores[name], score, several) for name in sets]
         rest += [_format_spread(method["texts"][name], PERPLEXITY, several) for name in texts]
         rows.append([method_name, average, to_teacher, *measured, *rest, f"{method['params']:,}"])
-    terminal = console or Console()
     counts = results.get("examples", {})
     heads = [f"{name} (n = {counts[name]['scored']})" if name in counts else name for name in sets]
     heads += [f"{name} (perplexity)" for name in texts]
-    title = f"{score.title}, {count_seeds(most)}"
-    print_table(title, ["method", "average", "to teacher", *references, *heads, "params"], rows, console=terminal)
-    for warning in results["warnings"]:
-        terminal.print(f"WARNING: {warning}", style="bold yellow", markup=False)
+    header = ["method", "average", "to teacher", *references, *heads, "params"]
+    return TitledTable(f"{score.title}, {count_seeds(most)}", header, rows)

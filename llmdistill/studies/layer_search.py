@@ -9,16 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
-
 from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
-from llmdistill.files import write_json
 from llmdistill.methods.layers import parse_layers
 from llmdistill.models.families import shape_of
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.report.plots import curve_of, method_styles, plot_curves, save_plot
-from llmdistill.report.tables import print_table
+from llmdistill.report.plots import Drawing, curve_of, method_styles, plot_curves
+from llmdistill.report.study import StudyReport
+from llmdistill.report.tables import TitledTable
 from llmdistill.runtime.distributed import on_main
 from llmdistill.studies.launcher import InProcess
 from llmdistill.studies.study import Outcome, Row, Study
@@ -96,7 +94,6 @@ class LayerSearch(Study):
         losses = {result.trial.settings["teacher_layer"]: -self.merit(result) for result in probes.trials}
         best, folder = probes.runs[0].trial.settings["teacher_layer"], self.plan.folder
         values = [{"layer": layer, "valid_loss": loss} for layer, loss in losses.items()]
-        write_json(folder / "layer_search.json", {"chosen": best, "layers": values})
         style = method_styles(["student"])["student"]
         curve = curve_of({float(layer): [loss] for layer, loss in losses.items()})
         figure = plot_curves([("student", style, curve)], "validation loss (lower is better)")
@@ -104,8 +101,6 @@ class LayerSearch(Study):
         axes.set_xlabel("layer of the teacher, from 1")
         figure.legends[0].remove()  # of a single line
         axes.plot(best, losses[best], marker="o", markersize=11, fillstyle="none", color=style.color)
-        save_plot(figure, folder, "layer_search")
-
         lowest, highest = losses[best], max(losses.values())
         rows = []
         for layer, loss in losses.items():
@@ -113,6 +108,17 @@ class LayerSearch(Study):
             chosen = " chosen" if loss == lowest else ""
             rows.append([str(layer), f"{loss:.4f}", f"{bar} {highest - loss:.4f}{chosen}".strip()])
         header = ["layer", "validation loss", "better than the worst by"]
-        print_table("Which layer of the teacher to learn from", header, rows, left=(2,))
-        Console().print(f"The curve is in {folder / 'layer_search.png'}", soft_wrap=True)
+        report = StudyReport(
+            folder=folder,
+            results={"chosen": best, "layers": values},
+            file="layer_search.json",
+            template=None,
+            drawings=[Drawing("layer_search", "Layers", "", figure)],
+            plots=None,
+            table=TitledTable("Which layer of the teacher to learn from", header, rows),
+            left=(2,),
+            closing=f"The curve is in {folder / 'layer_search.png'}",
+        )
+        report.write()
+        report.print()
         return int(best)

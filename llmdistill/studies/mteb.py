@@ -34,7 +34,6 @@ def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
         length = max_positions(load_config(path), config.max_length or said.max_length or _TOKENS)
         settings[name] = replace(said, max_length=length)
     tasks = find_mteb(config.tasks, config.benchmark, config.languages)
-    decides = [task.decides() for task in tasks]
     own = {name: {"dtype": models.dtype, "embeddings": asdict(each)} for name, each in settings.items()}
     decides = {task.name: task.decides() for task in tasks}
     trials = models.trials(
@@ -101,6 +100,6 @@ SUITE = ModelSuite(
     asked=("tasks", "benchmark", "languages", "max_length"),
     score=_score,
     table=table,
-    template="mteb.md.j2",
+    template="mteb",
     closing="The scores of each model on each task are in a folder of its name, and all of them in results.json.",
 )

@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.text import Text
 from transformers import PreTrainedModel
 
 from llmdistill.artifacts import RESULT_FILE, read_record, read_result, write_result
 from llmdistill.config.side_by_side import SideBySideConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import file_name, write_json
+from llmdistill.files import file_name
 from llmdistill.fingerprints import fingerprint
 from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import Head, load_model
-from llmdistill.report.pages import write_page
-from llmdistill.report.plots import Drawing, save_plot
+from llmdistill.report.plots import Drawing
 from llmdistill.report.record import make_record
+from llmdistill.report.study import StudyReport
 from llmdistill.report.table import MODELS
-from llmdistill.report.tables import TitledTable, print_table
+from llmdistill.report.tables import TitledTable
 from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
 from llmdistill.runtime.distributed import World
 from llmdistill.students.counting import count_parameters
@@ -153,11 +153,11 @@ class ModelSuite:
     """Whether rows become columns on a narrow terminal."""
     note: str = ""
     """What the report says after the title of the table."""
-    template: str = "side_by_side.md.j2"
+    template: str = "side_by_side"
     closing: str = "The scores of each model are in a folder of its name, and all of them in results.json."
 
-    def evaluate(self, config: SideBySideConfig, *, command: str) -> dict[str, Any]:
-        """Score the models, write drawings, results.json and report.md, and return the results with their folder."""
+    def evaluate(self, config: SideBySideConfig, *, command: str) -> StudyReport:
+        """Score the models, write drawings, results.json and report.md, and return the report."""
         world = World.alone()
         models = ComparedModels(
             paths=named_models(config.model),
@@ -172,30 +172,32 @@ class ModelSuite:
             **scores.results,
             "run": make_record(command, world.size),
         }
-        for drawing in scores.drawings:
-            save_plot(drawing.figure, models.folder, drawing.name)
-        write_json(models.folder / "results.json", results)
-        table = self.table(results)
-        write_page(
-            models.folder / "report.md",
-            self.template,
-            title=self.title,
-            legend=f"{table.title.removesuffix('.')}.{self.note}",
-            table=table,
+        table, warnings = self.table(results), results.get("warnings", [])
+        report = StudyReport(
+            folder=models.folder,
+            results=results,
+            template=self.template,
+            values={
+                "title": self.title,
+                "legend": f"{table.title.removesuffix('.')}.{self.note}",
+                "table": table,
+                "drawings": scores.drawings,
+                "warnings": warnings,
+                "record": results["run"],
+                "models": results["models"],
+                "dtype": models.dtype,
+                "details": scores.details,
+                "closing": self.closing,
+            },
             drawings=scores.drawings,
-            warnings=results.get("warnings", []),
-            record=results["run"],
-            models=results["models"],
-            dtype=models.dtype,
-            details=scores.details,
-            closing=self.closing,
+            plots=None,
+            table=table,
+            turned=self.turned,
+            notes=[Text(f"Warning: {warning}") for warning in warnings],
+            closing=f"The report is {models.folder}/report.md.",
         )
-        return {**results, "folder": str(models.folder)}
-
-    def print(self, results: Mapping[str, Any]) -> None:
-        print_table(*self.table(results), turned=self.turned)
-        for warning in results.get("warnings", []):
-            Console().print(f"Warning: {warning}", highlight=False, markup=False)
+        report.write()
+        return report
 
 
 def named_models(references: Sequence[str]) -> dict[str, Path]:

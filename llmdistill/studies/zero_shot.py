@@ -67,5 +67,5 @@ SUITE = ModelSuite(
     asked=_ASKED,
     score=_score,
     table=table,
-    template="zero_shot.md.j2",
+    template="zero_shot",
 )

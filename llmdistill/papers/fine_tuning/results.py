@@ -1,4 +1,4 @@
-"""The results of a study of benchmarks: results.json, the table on the terminal, and report.md."""
+"""The results of a study of benchmarks, and its report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmdistill.report.pages import write_page
+from llmdistill.report.study import StudyReport
 from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds, spread
 from llmdistill.studies.trials import Choice, Result, by_settings
 from llmdistill.tasks.benchmark import Benchmark
@@ -138,15 +138,21 @@ def _named(results: Mapping[str, Any]) -> str:
     return "GLUE" if set(tasks) <= set(GLUE) else ", ".join(tasks)
 
 
-def write_report(folder: Path, results: Mapping[str, Any]) -> None:
+def fine_tuning_report(folder: Path, results: Mapping[str, Any]) -> StudyReport:
     table = results_table(results)
-    write_page(
-        folder / "report.md",
-        "fine_tuning.md.j2",
-        **results,
-        title=f"{_named(results)}: {results['model']}",
-        legend=table.title,
+    return StudyReport(
+        folder=folder,
+        results=results,
+        template="fine_tuning",
+        values={
+            **results,
+            "title": f"{_named(results)}: {results['model']}",
+            "legend": table.title,
+            "table": table,
+            "all_tasks": list(GLUE),
+            "record": results["run"],
+        },
         table=table,
-        all_tasks=list(GLUE),
-        record=results["run"],
+        turned=True,
+        closing=f"The report is {folder / 'report.md'}, all figures are in {folder / 'results.json'}.",
     )

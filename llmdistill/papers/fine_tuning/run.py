@@ -14,17 +14,16 @@ from transformers import PreTrainedConfig
 from llmdistill.artifacts import read_record, read_result, write_result
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
-from llmdistill.files import check_writable, file_name, write_json
+from llmdistill.files import check_writable, file_name
 from llmdistill.fingerprints import fingerprint
 from llmdistill.messages import print_result
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.load import Head, load_model
 from llmdistill.papers.fine_tuning.protocols import BEST, short_names, teacher_of
-from llmdistill.papers.fine_tuning.results import averages, results_table, write_report
+from llmdistill.papers.fine_tuning.results import averages, fine_tuning_report
 from llmdistill.papers.fine_tuning.study import TaskStudy
 from llmdistill.report.record import describe_hardware, make_record
-from llmdistill.report.tables import print_table
 from llmdistill.runtime.distributed import World, on_main, process_group
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.launch import launched_ranks
@@ -65,10 +64,8 @@ def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags
         return
     if as_json:
         print_result(results)
-        return
-    print_table(*results_table(results), turned=True)
-    root = output_dir(config)
-    print_result(f"The report is {root / 'report.md'}, all figures are in {root / 'results.json'}.")
+    else:
+        fine_tuning_report(output_dir(config), results).print()
 
 
 def evaluate(
@@ -112,8 +109,7 @@ def evaluate(
         "run": make_record(command, world.size),
     }
     if world.is_main:
-        write_json(first.root / "results.json", results)
-        write_report(first.root, results)
+        fine_tuning_report(first.root, results).write()
     return results
 
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import BertConfig
 
 from llmdistill.cli import main
-from llmdistill.papers.published import Measured, PublishedReport, draw_rows, print_published, write_published
+from llmdistill.papers.published import Measured, PublishedReport, draw_rows, published_report
 from llmdistill.papers.table_study import TableStudy
 from llmdistill.report.paper import Column, PublishedTable, TableRow
 
@@ -47,7 +47,7 @@ REPORT = PublishedReport(table=TABLE, measured=MEASURED, facts={"Command": "llmd
 
 
 def test_our_figures_stand_beside_the_paper_s(tmp_path, capsys):
-    results = write_published(tmp_path, REPORT)
+    results = published_report(tmp_path, REPORT).write()
     figures = {row["key"]: row["measured"] and row["measured"]["figures"] for row in results["rows"]}
     assert [each["mean"] for each in figures["mine"]] == [71.0, 80.0, 75.5]
     assert figures["mine"][0]["std"] == pytest.approx(2**0.5)
@@ -60,10 +60,10 @@ def test_our_figures_stand_beside_the_paper_s(tmp_path, capsys):
     assert "Failed: Broken: no memory" in text
     assert "| Theirs | (1.5) | (−80.5) | (1.0) | (2.0) | – |" in text
     taught = replace(MINE, scores={key: [90.0] for key in MINE.scores})
-    write_published(tmp_path / "taught", replace(REPORT, measured={**MEASURED, "teacher": taught}))
+    published_report(tmp_path / "taught", replace(REPORT, measured={**MEASURED, "teacher": taught})).write()
     assert "| 75.5  | −14.5  | 71.0" in (tmp_path / "taught/report.md").read_text(encoding="utf-8")
     assert "71.0 ± 1.4<br><small>76.4</small>" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    print_published(REPORT)
+    published_report(tmp_path, REPORT).print()
     assert "71.0 ± 1.4 (76.4)" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from llmdistill.report.comparison import write_comparison
+from llmdistill.report.comparison import comparison_report
 from llmdistill.report.results import COSTS, TABLE_SIZE, Beginning, Comparison, Row, Run
 from llmdistill.report.samples import Sample
 from llmdistill.report.weights_on_disk import Checkpoint
@@ -148,7 +148,7 @@ def measure(folder, text, *, dark):
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed, in which the page could be measured")
 def test_no_figure_or_column_is_cut(tmp_path):
-    write_comparison(tmp_path, make_comparison())
+    comparison_report(tmp_path, make_comparison()).write()
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     for dark in (False, True):
         for measured, width in zip(measure(tmp_path, page, dark=dark), (390, 1280), strict=True):

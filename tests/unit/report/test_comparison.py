@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from llmdistill.report.comparison import print_comparison, write_comparison
+from llmdistill.report.comparison import comparison_report
 from llmdistill.report.results import Comparison, Row, Run, Sample, describe_finding
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
 from llmdistill.report.weights_on_disk import Checkpoint
@@ -81,7 +81,7 @@ def make_comparison():
 def report(tmp_path_factory):
     """The folder of the comparison as it is."""
     folder = tmp_path_factory.mktemp("report")
-    write_comparison(folder, make_comparison())
+    comparison_report(folder, make_comparison()).write()
     return folder
 
 
@@ -96,7 +96,7 @@ def written(tmp_path, monkeypatch):
     monkeypatch.setattr("llmdistill.report.comparison.draw_comparison", lambda comparison: [])
 
     def write(comparison, name="report.html"):
-        write_comparison(tmp_path, comparison)
+        comparison_report(tmp_path, comparison).write()
         return (tmp_path / name).read_text(encoding="utf-8")
 
     return write
@@ -156,7 +156,7 @@ def test_results_are_the_statistics_of_the_runs(report, capsys):
     held = {"bytes": 2_097_152, "formats": {"F32": 500}, "parts": {"embeddings and head": 1500, "factors": 500}}
     checkpoint = {f"checkpoint_{name}": value for name, value in held.items()}
     assert costs["sft"] == {"params": 500, "training_tokens": 4000, **checkpoint, **COSTS}
-    print_comparison(results, Console(width=200))
+    comparison_report(report, make_comparison()).print(Console(width=200))
     printed = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["teacher"])
     assert printed.split() == ["teacher", "75.0", "–", "4", "80.0", "70.0", "40", "1,000"]
 
@@ -165,7 +165,7 @@ def test_two_writes_give_equal_bytes_and_plots_of_an_earlier_report_do_not_stay(
     (tmp_path / "plots").mkdir()
     for name in ("mine.png", "terms_sft.png", "ranks_loss.svg"):
         (tmp_path / "plots" / name).write_bytes(b"")
-    write_comparison(tmp_path, make_comparison())
+    comparison_report(tmp_path, make_comparison()).write()
     (tmp_path / "plots" / "mine.png").unlink()
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     plots = ("scores", "learning_curves", "terms_makd", "size", "perplexity_wikitext2", "perplexity_size_wikitext2")
@@ -267,7 +267,7 @@ def test_of_perplexities_the_lowest_is_the_best_everywhere(tmp_path, capsys, wri
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert [each for each in Page(page).bold if each] == ["16", "+6", "8", "27", "25"]
     assert "ROUGE" not in text + page
-    print_comparison(results, Console(width=200))
+    comparison_report(tmp_path, on_text()).print(Console(width=200))
     printed = capsys.readouterr().out
     assert ["sft", "16", "±", "0", "+6", "32", "±", "0", "8", "±", "0", "500"] in map(str.split, printed.splitlines())
 

@@ -10,7 +10,7 @@ import pytest
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
-from llmdistill.report.comparison import write_comparison
+from llmdistill.report.comparison import comparison_report
 from llmdistill.studies.collect import collect
 from llmdistill.studies.comparison import MethodStudy
 from llmdistill.studies.launcher import InProcess, Launcher
@@ -89,7 +89,8 @@ def make_study(root, launcher, *arguments, methods=COMPARED, sizes=(), starts=()
 
 def reported(study, findings):
     """The results of the report, and the bytes of results.json."""
-    results = write_comparison(study.root, collect(study, findings, title="t", paper={}, command="c"))
+    comparison = collect(study, findings, title="t", paper={}, command="c")
+    results = comparison_report(study.root, comparison).write()
     return results, (study.root / "results.json").read_bytes()
 
 
