@@ -1,6 +1,6 @@
 """What a study does in processes of its own, beside its runs: python -m llmdistill.commands.worker FILE.
 
-The file names the work and its settings (`Launcher.work` writes it). The file of a run is a recipe, and its entry is
+The file names the work and its settings (`Trial.write`). The file of a run is a recipe, and its entry is
 llmdistill/train.py.
 """
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llmdistill.studies.launcher import Runner
@@ -47,19 +45,21 @@ class Outcome:
         return [result for result in unique.values() if result.error is not None]
 
 
-class Study(ABC):
+class Study:
     """Many runs that answer one question.
 
-    A study describes its trials as rows, how the choice is made (`merit`), and what is printed of a finished trial
-    (`describe`); what is shared by all studies is here and in `trials.py` and `launcher.py`.
+    A study describes its trials as rows, how it chooses among them (`merit`), and what is printed of a finished one
+    (`describe`); its `conduct` runs the rows, in several rounds if one needs what another leaves, and what it finds
+    becomes a `StudyReport`.
     """
-
-    root: Path
-    """The folder of the study, with a folder for each trial."""
 
     def merit(self, result: Result) -> float:
         """Return the score of a finished trial on validation; the higher, the better."""
         raise AssertionError(f"{result.trial.title}: nothing is chosen in this study")
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        """Return the scores of a finished trial in one line."""
+        return ""
 
     def run(self, rows: Sequence[Row], runner: Runner, progress: Progress | None = None) -> dict[Any, Outcome]:
         """Run the trials that are not finished, choose in each row, and do the runs that follow; by the row's key."""

@@ -89,6 +89,12 @@ class Trial:
         record = read_record(self.folder / "seconds.json", remedy="remove the file", keys={"seconds": float})
         return None if record is None else float(record["seconds"])
 
+    def took(self, seconds: float) -> float:
+        """Keep the duration of a start that has just ended, and return that of all starts."""
+        total = seconds + (self.seconds() or 0.0)
+        write_json(self.folder / "seconds.json", {"seconds": total})
+        return total
+
 
 @dataclass(frozen=True)
 class Result:
@@ -118,9 +124,7 @@ def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
         return Result(trial, None, str(damage))
     if metrics is None:
         return Result(trial, None, f"it ended without its scores; see {trial.log}")
-    total = seconds + (trial.seconds() or 0.0)
-    write_json(trial.folder / "seconds.json", {"seconds": total})
-    return Result(trial, metrics, None, total)
+    return Result(trial, metrics, None, trial.took(seconds))
 
 
 class Progress:

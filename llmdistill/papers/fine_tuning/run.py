@@ -138,6 +138,9 @@ class FineTuning(Trial):
     def left(self) -> dict[str, Any] | None:
         return read_record(self.folder / "results.json", remedy="remove it")
 
+    def took(self, seconds: float) -> float:
+        return seconds  # its trials keep theirs
+
 
 def output_dir(config: FineTuningConfig) -> Path:
     if config.output_dir is not None:

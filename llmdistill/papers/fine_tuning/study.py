@@ -78,6 +78,9 @@ class TaskStudy(Study):
         assert result.metrics is not None
         return float(result.metrics["student"]["score"])
 
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        return f"{self.benchmark.metrics[0]} {metrics['student']['score']:.2f} on dev"
+
     @property
     def folder(self) -> Path:
         return self.root / self.task
@@ -163,7 +166,7 @@ class TaskStudy(Study):
             if scored.metrics is None:
                 raise UserError(str(scored.error))
             teacher, warnings = {"path": self.teacher, **scored.metrics["teacher"]}, scored.metrics["warnings"]
-        with self._progress(data.metrics[0], len(trials)) as shown:
+        with self._progress(len(trials)) as shown:
             outcome = self.run([Row(key="student", trials=trials)], runner, shown)["student"]
         failures = [f"{self.task}: {each.trial.folder.name} failed: {each.error}" for each in outcome.failed]
         choice = outcome.choice
@@ -185,7 +188,7 @@ class TaskStudy(Study):
             "warnings": [*warnings, *failures],
         }
 
-    def _progress(self, metric: str, total: int) -> Progress:
+    def _progress(self, total: int) -> Progress:
         """Return what prints the scores of the trials, and removes models that can no longer be the best."""
         ended: list[Result] = []
 
@@ -196,7 +199,7 @@ class TaskStudy(Study):
                 if not self.config.keep_models:
                     shutil.rmtree(folder / "student", ignore_errors=True)
 
-        return Progress(total, lambda metrics: f"{metric} {metrics['student']['score']:.2f} on dev", drop)
+        return Progress(total, self.describe, drop)
 
     def _keep(self, choice: Choice, data: Benchmark, runner: Runner) -> None:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""

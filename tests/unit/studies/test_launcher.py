@@ -17,7 +17,7 @@ from llmdistill.methods import METHODS
 from llmdistill.runtime import signals
 from llmdistill.studies import launcher as module
 from llmdistill.studies.launcher import InProcess, Launcher
-from llmdistill.studies.trials import Progress, last_line, make_trial
+from llmdistill.studies.trials import Progress, Trial, last_line, make_trial
 from llmdistill.training.run_folder import claim_folder, scores_asked
 
 pytestmark = pytest.mark.usefixtures("cpu_world")
@@ -143,6 +143,22 @@ def test_a_running_trial_is_shown_by_its_last_line_that_says_something(tmp_path,
     assert last_line(log) == ""
     log.write_text(written, encoding="utf-8")
     assert last_line(log) == shown
+
+
+class Alone(Trial):
+    alone = True
+
+
+def test_what_has_launchers_of_its_own_gets_none(monkeypatch, trials):
+    commands = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "_start", lambda command, *_: commands.append(command))
+    for trial in (trials[0], Alone("alone", {}, 0, trials[0].config)):
+        Launcher(("--num_gpus", "2"))._start(trial, ("--num_gpus", "2"))
+    (under_launcher, alone), file = commands, str(trials[0].recipe)
+    assert Path(under_launcher[0]).name == "deepspeed"
+    assert under_launcher[-3:] == ["llmdistill.train", "--recipe", file]
+    assert alone == [sys.executable, "-m", "llmdistill.train", "--recipe", file]
 
 
 def test_gpus_are_shared_out_evenly(monkeypatch):

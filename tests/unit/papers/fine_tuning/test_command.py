@@ -73,3 +73,18 @@ def test_fine_tuning_runs_no_code_of_the_model_and_the_folders_it_reads(
         assert "Traceback" not in said
         assert not marker.exists()
         plant(output, marker, named=named)
+
+
+def test_a_study_s_fine_tuning_has_its_settings_from_a_file(tmp_path, monkeypatch):
+    grid = {"learning_rates": [1e-5], "seeds": [7], "out_of_domain": {"HANS": {}}, "run_settings": {"train.fp32": 1}}
+    settings = {**grid, "tasks": ["rte"], "model": "m", "output_dir": str(tmp_path / "row"), "trials_at_once": 2}
+    config = build(settings, FineTuningConfig, METHODS)
+    trial = FineTuning("row", {}, 0, config, launcher_flags=("--num_gpus", "4"))
+    trial.write()
+    given = []
+    monkeypatch.setattr(run, "run", lambda config, **more: given.append((config, more)))
+    assert worker.main([str(tmp_path / "row.yaml")]) == 0
+    ((found, more),) = given
+    assert found == config
+    assert (trial.alone, more["launcher_flags"]) == (True, ["--num_gpus", "4"])
+    assert more["command"] == f"python -m llmdistill.commands.worker {tmp_path / 'row.yaml'}"
