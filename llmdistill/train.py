@@ -62,7 +62,7 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
     if flags.dry_run:
         from llmdistill.planning.dry_run import show
 
-        if show(config, plans, None if tasks is None else tasks.describe(), flags) != 0:
+        if show(config, plans, None if tasks is None else tasks.overview(), flags) != 0:
             raise SystemExit(1)
         return check_places(plans, thorough=False)  # what would run is told also where data are missing
     check_places(plans)

@@ -60,7 +60,7 @@ SUITES = {
     ),
     "conll2000": Entry(
         ChunksConfig,
-        "papers.chunks",
+        "papers.phrases",
         "Cluster the spans of CoNLL-2000 by the outputs of each layer of encoders, and compare the clusters with the "
         "types of the chunks by normalized mutual information (Jawahar et al. 2019, MiniLM Table 10)." + _KEPT,
     ),

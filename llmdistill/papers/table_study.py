@@ -23,7 +23,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
-from llmdistill.papers import chunks
+from llmdistill.papers import phrases
 from llmdistill.papers.fine_tuning.protocols import FineTuningProtocol, protocol_of
 from llmdistill.papers.fine_tuning.results import dev_columns
 from llmdistill.papers.fine_tuning.run import FineTuning
@@ -169,12 +169,12 @@ class TableStudy(Study):
         """Score the models of rows side by side, by the only suite of a published table."""
         if not keys:
             return {}
-        assert self.table.suite == chunks.SUITE.name
-        run, folder = self.configs[keys[0]], self.root / chunks.SUITE.name
+        assert self.table.suite == phrases.SUITE.name
+        run, folder = self.configs[keys[0]], self.root / phrases.SUITE.name
         named, file = [f"{key}={self.model(key)}" for key in keys], str(_chunk_file(self.tasks.data_dir))
         seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
         config = ChunksConfig(model=named, data=file, output_dir=str(folder), dtype=run.train.dtype, **seeds)
-        results = chunks.SUITE.evaluate(config, command=self.command).results
+        results = phrases.SUITE.evaluate(config, command=self.command).results
         measured = {}
         for key in keys:
             entry = results["models"][key]
@@ -231,7 +231,7 @@ class TableStudy(Study):
 def _chunk_file(data_dir: str | None) -> Path:
     if data_dir is None:
         raise UserError(f"tasks.data_dir is missing: name the folder with {_CHUNKS}")
-    chunks.check_file(Path(data_dir) / _CHUNKS)
+    phrases.check_file(Path(data_dir) / _CHUNKS)
     return Path(data_dir) / _CHUNKS
 
 

@@ -60,7 +60,7 @@ class TasksPlan(Study):
     def folder(self) -> Path:
         return self.last.folder / "tasks"
 
-    def describe(self) -> dict[str, Any]:
+    def overview(self) -> dict[str, Any]:
         rows = {
             row: {
                 "model": config.model,

@@ -11,7 +11,7 @@ import yaml
 from llmdistill.config.command_line import config_of, recipe_names
 from llmdistill.config.tasks import ProtocolName
 from llmdistill.methods import METHODS
-from llmdistill.papers import chunks
+from llmdistill.papers import phrases
 from llmdistill.report.paper import load_table, table_names
 from llmdistill.studies.variants import load_suite
 from llmdistill.tasks import task_key
@@ -53,7 +53,7 @@ def test_rows_name_what_exists() -> None:
 def test_columns_are_those_of_the_tasks_and_rows_have_a_figure_for_each() -> None:
     for table in TABLES:
         assert bool(table.tasks) != bool(table.suite)
-        assert table.suite in (None, chunks.SUITE.name)
+        assert table.suite in (None, phrases.SUITE.name)
         assert (table.protocol is None) == (not table.tasks)
         assert table.protocol in (None, *get_args(ProtocolName))
         columns = [(each.column, each.metric) for each in table.columns]

@@ -7,7 +7,13 @@ import pytest
 from planted import plant
 
 from llmdistill import cli
+from llmdistill.commands import worker
 from llmdistill.commands.fine_tuning import main
+from llmdistill.config.command_line import build
+from llmdistill.config.tasks import FineTuningConfig
+from llmdistill.methods import METHODS
+from llmdistill.papers.fine_tuning import run
+from llmdistill.papers.fine_tuning.run import FineTuning
 
 CUSTOM = ["--protocol", "custom", "--learning_rates", "1e-2", "--epochs", "1", "--speed", "false", "--limit", "32"]
 
