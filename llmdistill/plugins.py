@@ -1,4 +1,4 @@
-"""What other packages add: methods and tasks of their own, which they name as entry points."""
+"""What other packages add: methods, tasks and teachers of their own, which they name as entry points."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmdistill.messages import logger
 
 
 def plugins(group: str, own: Container[str], *, key: Callable[[str], str] = str) -> Iterator[EntryPoint]:
-    """Yield the entry points that installed packages have in a group, `llmdistill.methods` or `llmdistill.tasks`.
+    """Yield the entry points that installed packages have in a group, such as `llmdistill.methods`.
 
     One with a name of this package's `own` is left out with a warning: a recipe means the same on every machine. `key`
     gives the form in which names are compared.

@@ -64,11 +64,8 @@ def plan(arguments: Sequence[str]) -> None:
     resolved = resolve(config, "bf16" if machine.gpus else "fp32")
     if not resolved.trains:
         raise UserError(f"method {config.method} trains nothing, so there is nothing to plan: name another --method")
-    if resolved.is_remote:
-        raise UserError(
-            f"teacher.url is {config.teacher.url}, and what a server costs is not forecast: leave teacher.url and "
-            "teacher.top_k out"
-        )
+    if resolved.source is not None:
+        raise UserError(resolved.source.unforecast(config.teacher))
     counts = count_data(resolved) if parsed.count_data else None
     folder = Path("cache") if parsed.write is None else parsed.write / "cache"
     asked = CacheAsked(folder=str(folder), settings=settings, counts=counts)

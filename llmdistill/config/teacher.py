@@ -66,6 +66,9 @@ class TeacherConfig(OneTeacher):
     wait: float = field(default=60.0, metadata=FREE | PATIENCE)
     """Seconds without any answer of teacher.url after which the training saves its last step and ends; until then every
     request that failed is repeated."""
+    source: str | None = field(default=None, metadata=replaces("teacher.cache") | _NO_SERVER)
+    """Name of the entry point in llmdistill.teachers by which an installed package gives the teacher's outputs; of
+    teacher.model no more is read than with a server."""
     others: dict[str, OneTeacher] = field(default_factory=dict, metadata={VALUES: OneTeacher})
     """More teachers by name, with the student's tokens, such as {people: {model: DIR, weight: 2}}; each has its own
     model, dtype, sharding, zero, cache and weight. The student is made from teacher.model, and the table scores only
@@ -83,6 +86,9 @@ class TeacherConfig(OneTeacher):
                 f"teacher.{given} is {getattr(self, given)}, but teacher.{lacking} is not set: a server is asked for a "
                 "number of most likely tokens, so give both, such as http://localhost:8000 and 20, or neither"
             )
+        taken = [key for key in ("cache", "url") if getattr(self, key) is not None] + ["others"] * bool(self.others)
+        if self.source is not None and taken:
+            raise FieldError(f"source is {self.source}, but there is teacher.{taken[0]} too: leave one of them out")
         if self.average == "rows" and not self.others:
             raise FieldError("average is rows, but there is one teacher: name the others in teacher.others")
         for name, other in self.others.items():

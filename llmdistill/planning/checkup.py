@@ -32,7 +32,7 @@ from llmdistill.training.assemble import load_student, prepare_student, share_of
 from llmdistill.training.callbacks.uneven_terms import alone, uneven_terms
 from llmdistill.training.plan import Plan, make_plans
 from llmdistill.training.resolved import RunModels
-from llmdistill.training.teachers import make_teacher, remote_teacher, run_teacher, teacher_server
+from llmdistill.training.teachers import make_teacher, run_teacher
 
 _SAME = 1e-2
 """A term does not see the teacher as its own student if the gradient there is over this share of the student's."""
@@ -94,10 +94,9 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
     model: PreTrainedModel | None = None
     teaching: Teacher | None = None
     vocabulary = plan.models.vocabulary
-    if plan.is_remote:
-        teacher_server(plan).check(plan.config.data.max_length)
-        yield Finding("ok", "teacher.url", "the server has the model, and gives its log-probabilities")
-        teaching = remote_teacher(plan)
+    if plan.source is not None:
+        yield Finding("ok", *plan.source.check_there(plan))
+        teaching = run_teacher(plan.source.build(plan), plan, data)
     elif plan.method.needs_teacher:
         model = teacher().model
         if not plan.models.translates:

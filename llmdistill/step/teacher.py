@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from llmdistill.batch import Batch, Outputs, Positions
+from llmdistill.batch import Batch, Loader, Outputs, Positions
 from llmdistill.step.forward import TappedModel
 
 
@@ -26,6 +27,30 @@ class Teacher(Protocol):
         return batch
 
 
+class AskedTeacher(Teacher):
+    """A teacher elsewhere, which is asked about a batch as soon as it is made, before the step that needs it."""
+
+    def ask(self, batch: Batch) -> Batch:
+        """Ask about a batch; returns the batch with the answers to come."""
+        raise NotImplementedError
+
+    def wait(self, batches: Iterable[Batch]) -> None:
+        """Wait for what was asked about batches; raises UserError if no answer comes."""
+        raise NotImplementedError
+
+
 def live_models(teacher: Teacher | None) -> Mapping[str, TappedModel]:
     """Return the models of a teacher that run here, by what a note calls them."""
     return {} if teacher is None else teacher.live
+
+
+@dataclass(frozen=True)
+class AskingLoader:
+    """A loader whose batches are asked about as soon as they are made."""
+
+    loader: Loader
+    ask: Callable[[Batch], Batch]
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """See Loader."""
+        return [self.ask(batch) for batch in self.loader.micro_batches(step)]

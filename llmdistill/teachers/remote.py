@@ -6,19 +6,19 @@ likely tokens in the place of each token of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from llmdistill.batch import Batch, Loader, Outputs, Positions, Taps, TopK
+from llmdistill.batch import Batch, Outputs, Positions, Taps, TopK
 from llmdistill.errors import UserError
 from llmdistill.generation.model_server import ModelServer
 from llmdistill.generation.vllm_engine import to_top_k
-from llmdistill.step.teacher import Teacher
+from llmdistill.step.teacher import AskedTeacher
 
 _REQUESTS = 16
 """Requests that a rank has under way at the same time."""
@@ -109,7 +109,7 @@ class TeacherServer:
         return top
 
 
-class RemoteTeacher(Teacher):
+class RemoteTeacher(AskedTeacher):
     """Gives the outputs that the live teacher would give, as far as the k most likely tokens say them."""
 
     def __init__(self, server: TeacherServer, *, device: torch.device) -> None:
@@ -144,15 +144,3 @@ class RemoteTeacher(Teacher):
         # The answers are those at all real tokens, in their order.
         here = {place: torch.searchsorted(batch.rows_at("tokens"), batch.rows_at(place)) for place in lm_head}
         return Outputs(logits=None, taps=Taps(), lm_head={place: top.at(rows) for place, rows in here.items()})
-
-
-@dataclass(frozen=True)
-class AskingLoader:
-    """A loader whose batches are asked about as soon as they are made."""
-
-    loader: Loader
-    ask: Callable[[Batch], Batch]
-
-    def micro_batches(self, step: int) -> list[Batch]:
-        """See Loader."""
-        return [self.ask(batch) for batch in self.loader.micro_batches(step)]

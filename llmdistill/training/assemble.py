@@ -31,15 +31,15 @@ from llmdistill.runtime.terminal import warn_main
 from llmdistill.step.compile import check_compilers
 from llmdistill.step.heads import read_classifier, set_classifier
 from llmdistill.step.tapped import tapped
+from llmdistill.step.teacher import AskedTeacher, AskingLoader, Teacher
 from llmdistill.students.convert import compress, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teachers.live import LiveTeacher
-from llmdistill.teachers.remote import AskingLoader, RemoteTeacher
 from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.training.callbacks.best import BestStudent
 from llmdistill.training.checks import HANDED_OVER
 from llmdistill.training.plan import Plan
-from llmdistill.training.teachers import make_teacher, teacher_of_steps, teacher_server
+from llmdistill.training.teachers import make_teacher, teacher_of_steps
 from llmdistill.training.trackers import check_access
 from llmdistill.training.trainer import Trainer
 
@@ -110,8 +110,8 @@ def check_machine(plan: Plan) -> None:
     """Raise a UserError if this machine, DeepSpeed or a server does not support a setting; warn of slow losses."""
     world = World.current()
     check_ds_config(plan.ds_config, plan.config.ds_config)
-    if plan.is_remote:
-        on_every(lambda: teacher_server(plan).check(plan.config.data.max_length))
+    if (source := plan.source) is not None:
+        on_every(lambda: source.check_there(plan))
     if plan.config.data.rollout.url is not None:
         on_every(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length))
     on_main(lambda: check_access(plan.config.train.report_to or []))
@@ -171,11 +171,11 @@ def prepare_loader(
     loader: Any,
     engine: Any,
     data: TaskData,
-    remote: RemoteTeacher | None,
+    teacher: Teacher | None,
 ) -> Loader:
     """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them (on-policy).
 
-    A remote teacher is asked about each batch as soon as it is made.
+    A teacher that answers later is asked about each batch as soon as it is made.
     """
     world = World.current()
     config = plan.config
@@ -185,7 +185,7 @@ def prepare_loader(
         def prepare(batch: Batch) -> Batch:
             return batch.lengthened(multiple, config.data.max_length).with_label_rows(shift=plan.method.shift)
 
-        loader = loader if remote is None else AskingLoader(loader, remote.ask)
+        loader = AskingLoader(loader, teacher.ask) if isinstance(teacher, AskedTeacher) else loader
         return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=prepare)
     tokenizer: Any = data.tokenizer
     ends = answer_ends(tokenizer, engine.module.generation_config)
@@ -214,7 +214,7 @@ def prepare_loader(
         rank=world.rank,
         world_size=world.size,
     )
-    return answered if remote is None else AskingLoader(answered, remote.ask)
+    return AskingLoader(answered, teacher.ask) if isinstance(teacher, AskedTeacher) else answered
 
 
 def make_trainer(
@@ -230,7 +230,6 @@ def make_trainer(
     if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
         untrained = partial(load_student, plan, student_folder, torch.float32)
         embeddings = nearest_rotation(method, untrained, trained_by, data.taught_examples())
-    remote = trained_by if isinstance(trained_by, RemoteTeacher) else None
     # The hooks come last, because they must wrap those of DeepSpeed.
     engine, projectors = make_engine(plan, student_folder, embeddings)
     return Trainer(
@@ -246,7 +245,7 @@ def make_trainer(
         ),
         teacher=trained_by,
         method=method,
-        loader=prepare_loader(plan, student_folder, loader, engine, data, remote),
+        loader=prepare_loader(plan, student_folder, loader, engine, data, trained_by),
         settings=plan.config.train,
         seed=plan.config.seed,
     )

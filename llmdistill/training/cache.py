@@ -31,7 +31,7 @@ from llmdistill.training.checks import check_can_cache, check_top_k, lacking_of_
 from llmdistill.training.plan import Plan
 from llmdistill.training.resolved import RunModels
 from llmdistill.training.run_folder import input_fingerprints
-from llmdistill.training.teachers import make_teacher, make_translation, teacher_server
+from llmdistill.training.teachers import make_teacher, make_translation
 
 _DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "turns", "task")
 """Settings of the data that decide which examples there are; the others only arrange them."""
@@ -51,16 +51,8 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path) 
     if name not in plan.models.teachers:
         known = did_you_mean(name, plan.models.teachers)
         raise UserError(f"--cache.teacher {name}: the run has no such teacher{known}")
-    if plan.is_remote:
-        top_k = plan.config.teacher.top_k  # the server's answers fill the cache
-        assert top_k is not None
-        if settings.engine != "auto" or settings.kept_top_k not in (None, top_k):
-            raise UserError(
-                f"teacher.url {plan.config.teacher.url} fills a cache with the {top_k} most likely tokens of "
-                "teacher.top_k: leave --cache.engine, --cache.content and --cache.top_k out"
-            )
-        on_main(lambda: teacher_server(plan).check(plan.config.data.max_length))
-        settings = replace(settings, content="top_k", top_k=top_k, engine="vllm")
+    if plan.source is not None:
+        settings = plan.source.cache_settings(plan, settings)
     else:
         check_top_k(settings, plan.models.compared_tokens)
         if _needs_whole(plan) and settings.kept_top_k is not None:
@@ -90,9 +82,11 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path) 
 
 
 def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
-    """Write the missing shards by a server, by vLLM, which drives all GPUs from one process, or by the live teacher."""
-    if plan.is_remote:
-        write_by_scorer(job, missing[World.current().rank :: World.current().size], teacher_server(plan).score)
+    """Write the missing shards by the teacher's source, by vLLM, which drives all GPUs from one process, or by the live
+    teacher.
+    """
+    if plan.source is not None:
+        write_by_scorer(job, missing[World.current().rank :: World.current().size], plan.source.scorer(plan))
         return
     if job.settings.engine == "vllm":
         assert job.top_k is not None, "vLLM gives no hidden states"

@@ -29,17 +29,10 @@ STATE_BYTES = 12
 def check_plan(plan: Plan) -> None:
     """Raise a UserError if the settings of a run do not fit its models, data or method, or each other."""
     check_choices(plan)
-    student, teacher = plan.config.student, plan.config.teacher
     for form in FORMS:
-        form.check(student, partial(build_reference, plan.models.student))
-    if not plan.is_remote:
-        return
-    obstacle = _number_beyond_vllm(plan, remedy="train with the teacher itself (teacher.url and teacher.top_k null)")
-    if obstacle is not None:
-        raise UserError(f"teacher.url {teacher.url}: {obstacle}")
-    tokens = plan.models.compared_tokens
-    if teacher.top_k is not None and teacher.top_k >= tokens:
-        raise UserError(f"teacher.top_k is {teacher.top_k}, but teacher and student share {tokens} tokens: give less")
+        form.check(plan.config.student, partial(build_reference, plan.models.student))
+    if plan.source is not None:
+        plan.source.check_plan(plan)
 
 
 def check_can_cache(plan: Plan) -> None:
@@ -51,10 +44,10 @@ def check_can_cache(plan: Plan) -> None:
 
 def lacking_of_vllm(plan: Plan) -> str | None:
     """Why vLLM cannot fill the cache of a run, with a remedy; None if it can."""
-    return clash(plan, "cache by vLLM") or _number_beyond_vllm(plan, remedy="take --cache.engine hf")
+    return clash(plan, "cache by vLLM") or number_beyond_vllm(plan, remedy="take --cache.engine hf")
 
 
-def _number_beyond_vllm(plan: Plan, *, remedy: str) -> str | None:
+def number_beyond_vllm(plan: Plan, *, remedy: str) -> str | None:
     """Why vLLM's log-probabilities are not those that a run compares, by a number; None if they are."""
     temperatures, length = Request.of(plan.method).temperatures, plan.config.data.max_length
     if temperatures != (1.0,):

@@ -14,7 +14,7 @@ def headline(plan: Plan, data_report: str) -> str:
     teacher_line = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
     teacher_line += "" if plan.models.teacher_origin is None else f", {plan.models.teacher_origin}"
     teacher_line += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
-    teacher_line += f", asked at {plan.config.teacher.url}; it is not scored" if plan.is_remote else ""
+    teacher_line += "" if plan.source is None else plan.source.describe(plan.config.teacher)
     by_rows, others = plan.config.teacher.average == "rows", [*plan.models.teachers.items()][1:]
     for name, each in others:
         part = f"for the rows of {name}" if by_rows else f"weight {each.settings.weight:g}"

@@ -103,7 +103,7 @@ def execute(plan: Plan, data: TaskData) -> None:
     book = ScoreBook(plan.folder, data)
     summaries: dict[str, dict[str, Any]] = {}
     scored = {*plan.config.scoring.models} & {*plan.task.scored}
-    if plan.config.teacher.model is None or plan.is_cached or plan.is_remote:
+    if plan.config.teacher.model is None or plan.is_cached or plan.source is not None:
         scored -= {"teacher"}
 
     def score(name: str, folder: Path) -> None:
@@ -192,7 +192,7 @@ def _training(
         # `Callback.reads` and `gives` say which one must come before which.
         callbacks: list[Callback] = [
             Stopping(),
-            *([ServerAnswers(trainer)] if plan.is_remote or plan.config.data.rollout.url is not None else []),
+            *([ServerAnswers(trainer)] if plan.source is not None or plan.config.data.rollout.url is not None else []),
             finite,
             watch,
             UnevenTerms(trainer),

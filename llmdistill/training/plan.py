@@ -39,6 +39,7 @@ from llmdistill.training.resolved import (
     tokenizer_path,
 )
 from llmdistill.training.rules import check_settings
+from llmdistill.training.sources import TeacherSource, source_of
 from llmdistill.training.trackers import check_libraries
 
 
@@ -84,14 +85,14 @@ class Plan:
         return self.config.teacher.cache is not None and self.method.needs_teacher
 
     @property
-    def is_remote(self) -> bool:
-        """Whether the training asks a server for the teacher's outputs; the teacher is then not loaded for it."""
-        return self.config.teacher.url is not None and self.method.needs_teacher
+    def source(self) -> TeacherSource | None:
+        """What gives the teacher's outputs instead of the teacher, which is then not loaded for the training."""
+        return source_of(self.config.teacher) if self.method.needs_teacher else None
 
     @property
     def runs_teacher(self) -> bool:
         """Whether the teacher itself runs in the training."""
-        return self.method.needs_teacher and not self.is_cached and not self.is_remote
+        return self.method.needs_teacher and not self.is_cached and self.source is None
 
 
 class _Models(NamedTuple):
@@ -269,7 +270,9 @@ def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
     for each in [*configs, config]:
         before = plans[-1] if plans else None
         if before is not None:
-            teacher = replace(each.teacher, model=str(before.folder / "student"), cache=None, url=None, top_k=None)
+            teacher = replace(
+                each.teacher, model=str(before.folder / "student"), cache=None, url=None, top_k=None, source=None
+            )
             each = replace(each, teacher=teacher)
         plans.append(make_plan(each, before, ranks=ranks))
     return plans

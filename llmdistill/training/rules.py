@@ -103,7 +103,7 @@ CHOICES: dict[str, Choice] = {
     "teacher on a server": Choice(
         typed="`teacher.url`",
         of_config=lambda run: run.teacher.url is not None,
-        of_plan=lambda plan: plan.is_remote,
+        of_plan=lambda plan: plan.config.teacher.url is not None and plan.method.needs_teacher,
     ),
     "cache by vLLM": Choice(typed="`--cache.engine vllm`", of_config=lambda run: False),  # a command asks, see `clash`
     "several teachers": Choice(

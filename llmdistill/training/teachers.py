@@ -19,7 +19,6 @@ from llmdistill.tasks.base import TaskData
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.teachers.cached import CachedTeacher
 from llmdistill.teachers.live import LiveTeacher, load_teacher
-from llmdistill.teachers.remote import RemoteTeacher, TeacherServer
 from llmdistill.teachers.rows import Request
 from llmdistill.teachers.several import AveragedTeachers, TeachersOfRows
 from llmdistill.teachers.translated import TranslatedTeacher, Translation
@@ -62,28 +61,13 @@ def make_teacher(plan: Plan, *, head: Head | None = None, name: str = "") -> Liv
     return load_teacher(str(path), dtype=teacher.dtype, sharding=settings.sharding, zero=settings.zero, head=head)
 
 
-def teacher_server(plan: Plan) -> TeacherServer:
-    """Return the client of the server that runs the teacher (teacher.url)."""
-    teacher, vocabulary = plan.config.teacher, plan.models.compared_tokens
-    assert teacher.url is not None
-    assert teacher.model is not None
-    assert teacher.top_k is not None
-    return TeacherServer(teacher.url, teacher.model, k=teacher.top_k, vocabulary=vocabulary, wait=teacher.wait)
-
-
 def teacher_of_steps(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> Teacher | None:
     """Return what teaches in the steps of a run; `teacher` is called only if it runs in them."""
     if plan.is_cached:
         return run_teacher(_cached(str(plan.config.teacher.cache), plan), plan, data)
-    if plan.is_remote:
-        return remote_teacher(plan)
+    if plan.source is not None:
+        return run_teacher(plan.source.build(plan), plan, data)
     return run_teacher(_live(plan, teacher()), plan, data) if plan.method.needs_teacher else None
-
-
-def remote_teacher(plan: Plan) -> RemoteTeacher:
-    """Return the teacher of a run that a server runs."""
-    world = World.current()
-    return RemoteTeacher(teacher_server(plan), device=world.device)
 
 
 def run_teacher(first: Teacher, plan: Plan, data: TaskData) -> Teacher:

@@ -27,7 +27,7 @@ FEATURES = {
     "on-policy": r"on_policy|own_answers|OwnAnswers",
     "teacher.url": r"teacher\.url|is_remote|RemoteTeacher|TeacherServer",
     "visible_until": r"visible_until",
-    "several teachers": r"teacher\.others|SeveralHeads|AveragedTeachers|TeachersOfRows|\.average\b",
+    "several teachers": r"teacher\.others|SeveralHeads|AveragedTeachers|TeachersOfRows|teachers?\.average\b",
 }
 """An optional feature, and what a file that knows of it says: its setting, or a name of its code.
 

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from llmdistill.config import TeacherConfig
+from llmdistill.errors import FieldError, UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.families import FAMILIES
 from llmdistill.models.forms import FORMS
 from llmdistill.step.taps import Recorder
 from llmdistill.tasks import TASKS
 from llmdistill.tasks.glue_files import GLUE_TASKS
+from llmdistill.training.sources import TEACHERS, source_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
@@ -53,18 +56,18 @@ def script(monkeypatch):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder of a user's own, with the page's files in it; the tables are as before afterwards."""
-    before = dict(METHODS), dict(FAMILIES), dict(TASKS), dict(GLUE_TASKS)
+    before = dict(METHODS), dict(FAMILIES), dict(TASKS), dict(GLUE_TASKS), dict(TEACHERS)
     forms = len(FORMS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for code in re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         (tmp_path / code.split()[1]).write_text(code, encoding="utf-8")
     yield tmp_path
-    for table, entries in zip((METHODS, FAMILIES, TASKS, GLUE_TASKS), before, strict=True):
+    for table, entries in zip((METHODS, FAMILIES, TASKS, GLUE_TASKS, TEACHERS), before, strict=True):
         table.clear()
         table.update(entries)
     del FORMS[forms:]
-    for name in ("mine", "olmo3", "parity", "pruned"):
+    for name in ("mine", "olmo3", "parity", "pruned", "wise"):
         sys.modules.pop(name, None)
 
 
@@ -87,6 +90,18 @@ def test_a_method_of_ones_own_in_a_run():
     for row in history:
         assert row["loss"] == pytest.approx(2 * row["last"] + row["label"], rel=1e-4)
     assert history[-1]["last"] < history[0]["last"]
+
+
+def test_a_teacher_of_ones_own_is_learned_from(capfd):
+    names = run_block("A teacher")
+    assert "its outputs come from wise; it is not scored" in capfd.readouterr().out
+    history = names["result"].history
+    assert len(history) == 10
+    assert history[-1]["forward_kl"] < history[0]["forward_kl"]
+    with pytest.raises(UserError, match=r"teacher\.source wize: .*did you mean wise"):
+        source_of(TeacherConfig(source="wize"))
+    with pytest.raises(FieldError, match=r"source is wise, but there is teacher\.cache too"):
+        TeacherConfig(source="wise", cache="runs/cache")
 
 
 def test_an_architecture_of_ones_own_is_tapped_right():
@@ -139,7 +154,7 @@ def test_a_task_of_ones_own_is_an_ordinary_run(script, folder):
     assert (folder / "runs/parity/student/config.json").is_file()
 
 
-def test_a_package_makes_its_methods_and_tasks_known_by_entry_points(folder):
+def test_a_package_makes_its_methods_tasks_and_teachers_known_by_entry_points(folder):
     """In each process, also those that a comparison starts; the package's own names keep their meaning."""
     (folder / "mine.py").write_text(
         (folder / "mine.py").read_text(encoding="utf-8") + "\n\nLAST = METHODS.pop('last')\n"
@@ -149,17 +164,25 @@ def test_a_package_makes_its_methods_and_tasks_known_by_entry_points(folder):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[llmdistill.methods]\nlast = mine:LAST\nkd = mine:LAST\nlost = nowhere:X\n"
+        "[llmdistill.teachers]\nwise = wise:WISE\nserver = wise:WISE\n"
         "[llmdistill.tasks]\nparity = parity:Parity\nRTE = parity:Parity\n"
     )
     code = (
         "from llmdistill.methods import METHODS\nfrom llmdistill.tasks import TASKS, is_task\n"
         "print(METHODS['last'].label, METHODS['kd'].settings.__name__, 'lost' in METHODS)\n"
-        "print(TASKS['parity'], is_task('PARITY'), TASKS['rte'])"
+        "print(TASKS['parity'], is_task('PARITY'), TASKS['rte'])\n"
+        "from llmdistill.config import TeacherConfig\nfrom llmdistill.training.sources import TEACHERS, source_of\n"
+        "print([*TEACHERS], type(source_of(TeacherConfig(source='wise'))).__name__)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=folder
     )
-    assert run.stdout.splitlines() == ["last layer KdConfig False", "parity:Parity True llmdistill.tasks.glue:Glue"]
+    assert run.stdout.splitlines() == [
+        "last layer KdConfig False",
+        "parity:Parity True llmdistill.tasks.glue:Glue",
+        "['wise'] WiseSource",
+    ]
     assert "kd is a name of llmdistill's own" in run.stderr
+    assert "server is a name of llmdistill's own" in run.stderr
     assert "nowhere:X of llmdistill.methods is left out: ModuleNotFoundError" in run.stderr

@@ -10,7 +10,8 @@ from tiny import save_decoder
 from llmdistill.data.collate import Encoded, collate, collate_packed
 from llmdistill.errors import ServerLost, UserError
 from llmdistill.models.load import load_model
-from llmdistill.teachers.remote import AskingLoader, RemoteTeacher, TeacherServer
+from llmdistill.step.teacher import AskingLoader
+from llmdistill.teachers.remote import RemoteTeacher, TeacherServer
 
 K = 5
 
