@@ -32,14 +32,12 @@ from llmdistill.training import assemble
 from llmdistill.training.cache import check_cache
 from llmdistill.training.callbacks.base import Callback
 from llmdistill.training.callbacks.best import read_best
-from llmdistill.training.callbacks.finite import FiniteSteps
+from llmdistill.training.callbacks.health import Health
 from llmdistill.training.callbacks.log_rows import LogRows
-from llmdistill.training.callbacks.loss_watch import LossWatch, diverged
-from llmdistill.training.callbacks.own_answers import OwnAnswers
+from llmdistill.training.callbacks.loss_watch import diverged
 from llmdistill.training.callbacks.saving import Checkpoints
 from llmdistill.training.callbacks.server import ServerAnswers
 from llmdistill.training.callbacks.stopping import Stopping
-from llmdistill.training.callbacks.uneven_terms import UnevenTerms
 from llmdistill.training.callbacks.validation import Validation
 from llmdistill.training.checkpoints import load_checkpoint
 from llmdistill.training.checks import HANDED_OVER, check_disk
@@ -184,19 +182,15 @@ def _training(
             on_main(lambda: best.begin(start))
         if start == 0 and validation.batches and not plan.task.validates_labels:
             log.validated(0, {"valid_loss": validation.loss()})
-        finite, watch = FiniteSteps(trainer, plan.folder), LossWatch(plan.method.weights, log.rows)
-        rows = LogRows(log, trainer)
-        saving = Checkpoints(trainer, plan.folder, loss_modes, {"log": rows, "loss": watch, "finite": finite})
+        health, rows = Health.of(plan, trainer, log.rows), LogRows(log, trainer)
+        saving = Checkpoints(trainer, plan.folder, loss_modes, {"log": rows, **health.accumulators})
         if checkpoint is not None:
             saving.restore(checkpoint.manifest.get("figures", {}))
         # `Callback.reads` and `gives` say which one must come before which.
         callbacks: list[Callback] = [
             Stopping(),
             *([ServerAnswers(trainer)] if plan.source is not None or plan.config.data.rollout.url is not None else []),
-            finite,
-            watch,
-            UnevenTerms(trainer),
-            *([OwnAnswers(trainer, plan.models.vocabulary)] if plan.config.data.on_policy > 0 else []),
+            health,
             *([validation] if validation.batches else []),
             *([best] if best is not None else []),
             rows,

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from llmdistill.config import TrainConfig
 from llmdistill.training.callbacks.base import TrainState, check_order
 from llmdistill.training.callbacks.best import BestStudent
 from llmdistill.training.callbacks.finite import FiniteSteps
+from llmdistill.training.callbacks.health import Health
 from llmdistill.training.callbacks.log_rows import LogRows
 from llmdistill.training.callbacks.loss_watch import LossWatch
 from llmdistill.training.callbacks.own_answers import OwnAnswers
@@ -72,6 +74,18 @@ def made(*classes):
 
 def test_the_order_of_a_run_is_right():
     check_order(made(*IN_ORDER))
+    check_order(made(Stopping, ServerAnswers, Health, Validation, BestStudent, LogRows, Checkpoints))
+
+
+def test_health_is_what_its_watches_read_and_give():
+    watches = (FiniteSteps, LossWatch, UnevenTerms, OwnAnswers)
+    given = {field for watch in watches for field in watch.gives}
+    assert {*Health.gives} == given
+    assert {*Health.reads} == {field for watch in watches for field in watch.reads} - given
+    order = []
+    watch = lambda name: SimpleNamespace(after_step=lambda state: order.append((name, state)))  # noqa: E731
+    Health([watch("first"), watch("second")], {}).after_step("a step")
+    assert order == [("first", "a step"), ("second", "a step")]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +95,8 @@ def test_the_order_of_a_run_is_right():
         (FiniteSteps, ServerAnswers, "failure"),
         (LossWatch, FiniteSteps, "known_terms"),
         (Validation, FiniteSteps, "is_finite"),
+        (Validation, Health, "is_finite"),
+        (Health, ServerAnswers, "failure"),
         (BestStudent, Validation, "validation"),
         (LogRows, LossWatch, "lowest_loss"),
         (LogRows, OwnAnswers, "measures"),
