@@ -25,7 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FEATURES = {
     "quantize": r"\bquantize\b|QuantizeConfig|models\.quantized|bits_of|FewBits",
     "on-policy": r"on_policy|own_answers|OwnAnswers",
-    "teacher.url": r"teacher\.url|is_remote|RemoteTeacher|TeacherServer",
+    "teacher.url": r"teacher\.url|RemoteTeacher|TeacherServer|ServerSource",
     "visible_until": r"visible_until",
     "several teachers": r"teacher\.others|SeveralHeads|AveragedTeachers|TeachersOfRows|teachers?\.average\b",
 }
