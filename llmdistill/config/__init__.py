@@ -64,11 +64,11 @@ class RunConfig:
             raise ValueError("student.assistant_training is for assistants: give student.assistants too")
 
     def methods(self) -> list[str]:
-        """The names of all methods whose terms the student is trained on."""
+        """Return the names of all methods whose terms train the student."""
         return [self.method, *self.also]
 
     def with_settings(self, method: str, **changes: Any) -> RunConfig:
-        """Returns the same run with some settings of a method changed."""
+        """Return the same run with some settings of a method changed."""
         changed = replace(self.method_settings[method], **changes)
         return replace(self, method_settings={**self.method_settings, method: changed})
 

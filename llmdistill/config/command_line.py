@@ -46,7 +46,7 @@ _NOT_PARSED = (ArgumentError, ValueError, TypeError, ArithmeticError, RecursionE
 
 
 def run_parser(methods: MethodTable) -> ArgumentParser:
-    """The parser of the main job: all settings of a run and its methods, and the flags that are not settings."""
+    """Return the parser of the main job: all settings of a run and its methods, and the flags that are not settings."""
     return _run_parser(tuple(methods.items()))
 
 

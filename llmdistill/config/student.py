@@ -217,7 +217,7 @@ class StudentConfig:
         return "important" in (self.init, self.teacher_layers)
 
     def made_otherwise(self, *, model: str | None = None, shape: str | None = None) -> StudentConfig:
-        """The same settings for a student that is not factorized from the teacher: a given one, or one of a shape."""
+        """Return the settings for a student that is not factorized from the teacher: a model, or one of a shape."""
         factorize = replace(self.factorize, weighting="none", allocation="uniform")
         return replace(
             self,

@@ -114,7 +114,7 @@ class TrainConfig:
             )
 
     def with_steps(self, steps: int) -> TrainConfig:
-        """The same settings for a known number of steps, with epochs, warmup_ratio and an open log_every resolved."""
+        """Return the settings for a known number of steps, with epochs, warmup_ratio and an open log_every resolved."""
         warmup = self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
         log_every = math.ceil(steps / 4) if self.log_every is None else self.log_every
         return replace(self, steps=steps, epochs=None, warmup_steps=warmup, warmup_ratio=None, log_every=log_every)

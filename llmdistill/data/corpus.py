@@ -51,7 +51,7 @@ class Corpus:
         return len(self.documents) - 1
 
     def first_token(self, document: int) -> int:
-        """The place of the first token of a document; of the document after the last one, the number of tokens."""
+        """Return the index of a document's first token; for the document after the last one, the number of tokens."""
         return int(self.segments[self.documents[document]])
 
     def report(self) -> str:

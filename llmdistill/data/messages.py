@@ -27,7 +27,7 @@ class Turn:
     """Whether an assistant turn may be learned: false for OpenAI's ``weight: 0`` and a turn's ``train: false``."""
 
     def as_message(self) -> dict[str, Any]:
-        """The message as `apply_chat_template` takes it."""
+        """Return the message in the form of `apply_chat_template`."""
         return {"role": self.role, "content": self.content, **self.fields}
 
 

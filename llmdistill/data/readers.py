@@ -68,7 +68,7 @@ def content_sha256(path: Path) -> str:
 
 
 def unreadable(path: Path, kind: str, error: Exception) -> UserError:
-    """The error for a file that cannot be read as text or as a table; it names the first line that is not UTF-8."""
+    """Return the error for a file that is not readable as text or as a table; it names the first line not in UTF-8."""
     if not isinstance(error, UnicodeDecodeError) or not path.is_file():
         return UserError(f"{path}: cannot be read as {kind} ({first_line(error)}); give a readable file")
     where = ""

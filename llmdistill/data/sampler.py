@@ -219,10 +219,10 @@ class SequenceSource(Protocol):
     def __len__(self) -> int: ...
 
     def length(self, place: int) -> int:
-        """The number of tokens at a place, by which the sequences of a step are sorted."""
+        """Return the number of tokens at a place, by which the sequences of a step are sorted."""
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
-        """The sequences at these places, (B, T), a pure function of place and seed."""
+        """Return the sequences at these places, (B, T), a pure function of place and seed."""
 
 
 class SequenceLoader(StepLoader[int]):

@@ -61,7 +61,7 @@ class TextSequences:
         return len(self.layout)
 
     def __getitem__(self, index: int) -> TextSequence:
-        """A sequence of a decoder, which is the same in every epoch."""
+        """Return a sequence of a decoder, which is the same in every epoch."""
         return self.read(0, 0, index)
 
     def length(self, place: int) -> int:

@@ -169,7 +169,7 @@ def output_divergence(
     temperature: float = 1.0,
     shift: bool = True,
 ) -> LossSum:
-    """A divergence of the softened distributions, times t², summed over the positions that predict a label.
+    """Sum a divergence of the softened distributions, times t², over the positions that predict a label.
 
     The factor t² keeps the scale of the gradient constant when the temperature changes (Hinton et al. 2015, §2).
 

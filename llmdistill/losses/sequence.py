@@ -52,7 +52,7 @@ def sequence_divergence(
     divergence: Callable[[Tensor, Tensor], Tensor],
     temperature: float = 1.0,
 ) -> LossSum:
-    """A divergence of the softened distributions over classes, times t², as in `output_divergence` over tokens.
+    """Sum a divergence of the softened distributions over classes, times t², as `output_divergence` does over tokens.
 
     Args:
         student_logits: (B, C) or (B, K, C).

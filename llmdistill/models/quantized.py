@@ -28,7 +28,7 @@ DEFAULT_GROUPS = {"int8": None, "int4": 32}
 
 
 def bits_of(config: PreTrainedConfig) -> str | None:
-    """How the weights of a saved model are quantized, such as int4; None if they are not, or not by torchao."""
+    """Return how the weights of a saved model are quantized, such as int4; None if they are not, or not by torchao."""
     return _bits_of_saved(getattr(config, "quantization_config", None))
 
 
@@ -49,7 +49,7 @@ def check_torchao(key: str) -> None:
 
 
 def quantized_linears(model: PreTrainedModel) -> list[str]:
-    """The names of the linears that get few bits: each nn.Linear of the layers, factors included.
+    """Return the names of the linears that get few bits: each nn.Linear of the layers, factors included.
 
     Raises UserError if there is none.
     """
@@ -282,6 +282,6 @@ def pack(integers: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, shape: torch.Size) -> Tensor:
-    """The integers (m, n) in int8 that `pack` has put into bytes."""
+    """Return the integers (m, n) in int8 that `pack` has put into bytes."""
     nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten()
     return nibbles[: shape.numel()].view(shape).to(torch.int8) - 8

@@ -13,7 +13,7 @@ from llmdistill.config.student import StudentConfig
 
 
 def is_size(value: object) -> bool:
-    """Whether a value of a config.json can be the size of a matrix, of its factor or of a group of its weights."""
+    """Return whether a value of a config.json can be the size of a matrix, of a factor or of a group of weights."""
     return type(value) is int and 1 <= value < 2**31
 
 
@@ -34,7 +34,7 @@ class StudentForm:
     """A sentence of the model card that says where such a student is served."""
 
     def describe(self, settings: StudentConfig) -> str:
-        """What the first lines of a run add to the student, such as `, linears in int4`."""
+        """Return what the first lines of a run add to the student, such as `, linears in int4`."""
         return ""
 
     def check(self, settings: StudentConfig, build: Callable[[], PreTrainedModel]) -> None:
@@ -43,7 +43,7 @@ class StudentForm:
         """
 
     def is_all_that_learns(self, settings: StudentConfig) -> bool:
-        """Whether the parameters of the form alone are trained, so that checkpoints hold these."""
+        """Return whether only the parameters of the form are trained, so that checkpoints hold these."""
         return False
 
     def add(self, model: PreTrainedModel, settings: StudentConfig, seed: int) -> None:
@@ -55,18 +55,18 @@ class StudentForm:
         """
 
     def saved_as(self, saved: Any) -> str | None:
-        """How a model with this quantization_config has the form, such as int4; None if it does not have it."""
+        """Return how a model with this quantization_config has the form, such as int4; None if it does not have it."""
         return None
 
     def check_package(self, what: str) -> None:
         """Raise a UserError that says what needs the package, if a saved model cannot be loaded without one."""
 
     def is_valid(self, value: object) -> bool:
-        """Whether this version can read the value of `key`."""
+        """Return whether this version can read the value of `key`."""
         return False
 
     def loader(self, value: Any) -> HfQuantizer:
-        """What transformers calls to load and save the tensors of a student with this value of `key`."""
+        """Return transformers' quantizer, which loads and saves the tensors of a student with this value of `key`."""
         raise NotImplementedError
 
     def settle(self, model: PreTrainedModel) -> None:
