@@ -1,4 +1,4 @@
-"""What a calibration keeps in a folder, so that one measurement serves students of many sizes.
+"""The folder in which a calibration saves its measurement, which serves students of many sizes.
 
 statistics.json says what was measured. `sums/` has a file of each pass and rank with its sums over the data, which is
 also the state of a pass that was interrupted, and the folder of each weighting one with the leading factors of each
@@ -29,12 +29,12 @@ RECORD = "statistics.json"
 _SUFFIX = ".safetensors"
 
 
-def _write(file: Path, tensors: Mapping[str, Tensor], words: Mapping[str, str] = {}) -> None:
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = {}) -> None:
     """Write a file of tensors; one of this name is replaced when the new one is complete."""
     try:
         with temporary_folder(file) as folder:
             part = folder / file.name
-            save_file({key: each.cpu().contiguous() for key, each in tensors.items()}, part, dict(words))
+            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, part, dict(metadata))
             share(part)
             # The entry first: tensors that are there after a kill always have theirs, and never another's.
             file.unlink(missing_ok=True)
@@ -44,8 +44,8 @@ def _write(file: Path, tensors: Mapping[str, Tensor], words: Mapping[str, str] =
         raise cannot_write(file, error) from error
 
 
-def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """Read a file of `_write` and its words; None if there is none.
+def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+    """Read a file of `_write_tensors` and its metadata; None if there is none.
 
     Raises:
         UserError: it is damaged.
@@ -57,41 +57,41 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:
     damage = f"{file} has no entry beside it" if entry is None else file_damage(file, entry)
     if damage is not None:
         raise UserError(f"{damage}; {remedy}")
-    with safe_open(file, framework="pt") as kept:
-        return {key: kept.get_tensor(key) for key in kept.keys()}, kept.metadata() or {}  # noqa: SIM118
+    with safe_open(file, framework="pt") as stored:
+        return {key: stored.get_tensor(key) for key in stored.keys()}, stored.metadata() or {}  # noqa: SIM118
 
 
 def read_sums(file: Path, names: list[str], *, gradients: bool) -> Begun:
-    """Return what a pass of one rank has summed up of the named linears: nothing without gradients that are needed."""
-    found = _read(file)
-    if found is None:
+    """Return the sums that a pass of one rank has saved for the named linears; none if they lack needed gradients."""
+    stored = _read_tensors(file)
+    if stored is None:
         return Begun()
-    sums, words = found
-    if json.loads(words["names"]) != names or (gradients and words["gradients"] != "True"):
+    sums, metadata = stored
+    if json.loads(metadata["names"]) != names or (gradients and metadata["gradients"] != "True"):
         return Begun()
-    return Begun(int(words["done"]), sums, json.loads(words["sources"]))
+    return Begun(int(metadata["done"]), sums, json.loads(metadata["sources"]))
 
 
 def write_sums(file: Path, names: list[str], begun: Begun, *, gradients: bool) -> None:
-    """Keep what a pass of one rank has summed up."""
-    words = {
+    """Save the sums of a pass of one rank."""
+    metadata = {
         "names": json.dumps(names),
         "gradients": str(gradients),
         "done": str(begun.done),
         "sources": json.dumps(begun.sources),
     }
-    _write(file, begun.sums, words)
+    _write_tensors(file, begun.sums, metadata)
 
 
 class KeptFactors(Mapping[str, WeightedSVD]):
-    """The factors in a folder, by the name of the matrix in the base model; each is read when it is asked for."""
+    """The factors in a folder, by the name of the matrix in the base model; a matrix is read on access."""
 
     def __init__(self, folder: Path, record: Mapping[str, Any], weighting: str = "gradients") -> None:
         """Claim a folder for what `record` describes, in plain JSON values; create the folder if necessary.
 
         `weighting` is that of the factors; each has a folder of its own.
 
-        What killed processes have left in it is removed; other living ones may use it at the same time.
+        Leftovers of killed processes are removed; other processes may use the folder at the same time.
 
         Raises:
             UserError: the folder holds something else.
@@ -106,15 +106,15 @@ class KeptFactors(Mapping[str, WeightedSVD]):
         compare_records(old, record, subject=subject, remedy=remedy)
         if old is None:
             write_json(folder / RECORD, record)
-        for each in (folder, self._factors, folder / "sums"):
-            each.mkdir(exist_ok=True)
-            remove_abandoned(each)
+        for path in (folder, self._factors, folder / "sums"):
+            path.mkdir(exist_ok=True)
+            remove_abandoned(path)
 
     def __setitem__(self, name: str, factors: WeightedSVD) -> None:
         """Write the factors of a matrix; a file of this name is replaced when the new one is complete."""
         figures = torch.tensor([factors.energy, factors.scale, factors.tokens, factors.seconds], dtype=torch.float64)
         tensors = {key: getattr(factors, key) for key in ("left", "values", "right")}
-        _write(self._file(name), {**tensors, "figures": figures})
+        _write_tensors(self._path_of(name), {**tensors, "figures": figures})
 
     def __getitem__(self, name: str) -> WeightedSVD:
         """Return the factors of a matrix.
@@ -123,24 +123,24 @@ class KeptFactors(Mapping[str, WeightedSVD]):
             KeyError: there are none.
             UserError: their file is damaged.
         """
-        found = _read(self._file(name))
-        if found is None:
+        stored = _read_tensors(self._path_of(name))
+        if stored is None:
             raise KeyError(name)
-        tensors, _ = found
+        tensors, _ = stored
         energy, scale, tokens, seconds = tensors.pop("figures").tolist()
         return WeightedSVD(**tensors, energy=energy, scale=scale, tokens=int(tokens), seconds=seconds)
 
     @property
     def costs(self) -> dict[str, Tensor]:
-        """What `cut_costs` measured for these factors; empty if it was not measured yet."""
-        found = _read(self.folder / f"costs{_SUFFIX}")
-        return {} if found is None else found[0]
+        """The result of `cut_costs` for these factors; empty if it was not measured yet."""
+        stored = _read_tensors(self.folder / f"costs{_SUFFIX}")
+        return {} if stored is None else stored[0]
 
     @costs.setter
     def costs(self, costs: Mapping[str, Tensor]) -> None:
-        _write(self.folder / f"costs{_SUFFIX}", costs)
+        _write_tensors(self.folder / f"costs{_SUFFIX}", costs)
 
-    def _file(self, name: str) -> Path:
+    def _path_of(self, name: str) -> Path:
         return self._factors / f"{name}{_SUFFIX}"
 
     def __iter__(self) -> Iterator[str]:
@@ -151,4 +151,4 @@ class KeptFactors(Mapping[str, WeightedSVD]):
 
     def __contains__(self, name: object) -> bool:
         """Return whether the matrix was measured, without reading its factors."""
-        return self._file(str(name)).is_file()
+        return self._path_of(str(name)).is_file()

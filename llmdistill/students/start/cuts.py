@@ -1,4 +1,4 @@
-"""Cuts that are tried on a loaded model, without a second one: its linears answer as those of a student would."""
+"""Tries lower ranks on a loaded model, without a second one: its linears return what those of a student would."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from llmdistill.students.svd import truncated_svd
 
 
 def cut(model: PreTrainedModel, weighted: Weighted) -> AbstractContextManager[None]:
-    """Block in which linears of a dense model return what the student's would; the model keeps its weights.
+    """Within this block, linears of a dense model return what the student's would; the model keeps its weights.
 
     The products are computed in fp32, and each factor is moved to the device of the inputs when it is needed, so this
-    takes the memory of one matrix. The token embedding stays whole. Whoever measures moments inside this block measures
+    takes the memory of one matrix. The token embedding stays dense. Moments that are measured inside this block are
     those of the cut model.
     """
 
@@ -47,13 +47,15 @@ def cut(model: PreTrainedModel, weighted: Weighted) -> AbstractContextManager[No
         factors: Callable[[], tuple[Tensor, Tensor, Tensor]]
         # Without a measurement the student takes its plain SVD, of a weight that is whole when the linear runs.
         factors = cache(partial(plain, linear, rank)) if measured is None else partial(leading, measured, rank)
-        products[linear] = partial(_product, linear, factors)
+        products[linear] = partial(_multiply_factors, linear, factors)
     return running_as(products)
 
 
-def _product(linear: nn.Module, factors: Callable[[], tuple[Tensor, Tensor, Tensor]], inputs: Tensor) -> Tensor:
-    """What a linear would return with these factors, computed in fp32."""
-    left, values, right = (each.to(inputs.device) for each in factors())
+def _multiply_factors(
+    linear: nn.Module, factors: Callable[[], tuple[Tensor, Tensor, Tensor]], inputs: Tensor
+) -> Tensor:
+    """Return the output that a linear would have with these factors, computed in fp32."""
+    left, values, right = (factor.to(inputs.device) for factor in factors())
     product = functional.linear(functional.linear(inputs.float(), right) * values, left)
     bias = cast("Tensor | None", linear.bias)
     return (product if bias is None else product + bias.float()).to(inputs.dtype)
@@ -69,12 +71,12 @@ def cut_costs(
     reduce: Callable[[Tensor], object] | None = None,
     rounds: int = 0,
 ) -> dict[str, Tensor]:
-    """Return the predicted loss per token of cuts, each made alone, by the name of the linear in the base model.
+    """Return the predicted loss per token of lowering the rank of one linear alone, by its name in the base model.
 
     With the gradients g of sampled labels and the inputs x of a sequence's tokens this is half of (Σ gᵀ ΔW x)², summed
-    over the sequences: the Fisher matrix of the weight itself. `WeightedSVD.costs` takes x and g for independent in
-    place of it, which is wrong by a factor of 2 to 7 for gated feed-forward layers, and for queries and keys. One pass
-    over the data gives the costs of the cuts to every rank, from 0 to the full one: (k + 1) in fp64 on the CPU.
+    over the sequences: the Fisher matrix of the weight itself. `WeightedSVD.costs` instead assumes that x and g are
+    independent, which is wrong by a factor of 2 to 7 for gated feed-forward layers, and for queries and keys. One pass
+    over the data gives the costs of all ranks, from 0 to the full one: (k + 1) in fp64 on the CPU.
 
     Args:
         model: the dense model, whose mode and weights stay as they are.
@@ -94,16 +96,16 @@ def cut_costs(
         reads=reads,
         gradients=True,
         seed=seed,
-        passes=Passes(rounds=rounds, what="Costs of cuts"),
+        passes=Passes(rounds=rounds, what="Measuring what each rank costs"),
     )
     if reduce is not None:
-        for each in (sums.tokens, *sums.costs.values()):
-            reduce(each)
+        for tensor in (sums.tokens, *sums.costs.values()):
+            reduce(tensor)
     return {name: (costs / sums.tokens).cpu() for name, costs in sums.costs.items()}
 
 
 class _CutCosts(HookSums):
-    """Adds up the predicted loss of cuts in forward and backward hooks."""
+    """Adds up the predicted loss of each rank in forward and backward hooks."""
 
     def __init__(
         self, model: PreTrainedModel, factors: Mapping[str, WeightedSVD], prefix: str, reads: Reads | None
@@ -112,51 +114,52 @@ class _CutCosts(HookSums):
         self._factors = factors
         self._changed = frozenset() if reads is None else reads.changed
         self._moved: dict[str, Tensor] = {}
-        """(B, k), by what each factor moves the loss of each sequence of the pass, over all calls of the linear."""
+        """(B, k), how far each factor moves the loss of each sequence of the pass, over all calls of the linear."""
         self._call: list[tuple[Tensor, int]] = []
-        """What came first of the call that runs, its inputs or the gradients at its outputs, and its version."""
+        """The first part of the running call, its inputs or the gradients at its outputs, with the tensor's version."""
         self.costs = {
-            name: torch.zeros(len(each.values) + 1, dtype=torch.float64, device=model.device)
-            for name, each in factors.items()
+            name: torch.zeros(len(svd.values) + 1, dtype=torch.float64, device=model.device)
+            for name, svd in factors.items()
         }
         for name in factors:
             linear = model.base_model.get_submodule(name)
             self.handles += [
-                linear.register_forward_pre_hook(partial(self._read, name, prefix + name)),
-                linear.register_forward_hook(partial(self._written, name)),
+                linear.register_forward_pre_hook(partial(self._see_inputs, name, prefix + name)),
+                linear.register_forward_hook(partial(self._see_outputs, name)),
             ]
 
-    def _read(self, name: str, full_name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def _see_inputs(self, name: str, full_name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].detach()
-        if full_name in self._changed:
+        if full_name in self._changed:  # overwritten in place before the gradients arrive
             x = x.clone()
         if self.phase == "again":
-            self._meet(name, self.calls.popleft(), x, is_input=True)
+            self._pair(name, self.calls.popleft(), x, is_input=True)
             return
         self.check(name, x)
         self._call = [(x, x._version)] if self.phase == "kept" else []
         if self.phase == "dropped":
             self.calls.append(self._call)
 
-    def _written(self, name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        return graded(output, None if self.phase == "again" else partial(self._meet, name, self._call))
+    def _see_outputs(self, name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        return graded(output, None if self.phase == "again" else partial(self._pair, name, self._call))
 
-    def _meet(self, name: str, call: list[tuple[Tensor, int]], tensor: Tensor, *, is_input: bool = False) -> None:
-        """Add up a call whose inputs and gradients have both come; in a layer that runs again either may be first."""
+    def _pair(self, name: str, call: list[tuple[Tensor, int]], tensor: Tensor, *, is_input: bool = False) -> None:
+        """Add up a call once it has both inputs and gradients; in a layer that runs again either may come first."""
         if not call:
             call.append((tensor, tensor._version))
             return
         other, version = call.pop()
-        if not self.is_known and other._version != version:  # the model has changed what the linear had read
+        if not self.is_known and other._version != version:  # the model changed the inputs in place after the linear
             raise OddReadError(name)
         self._add(name, *((tensor, other) if is_input else (other, tensor)))
 
     @torch.no_grad()
     def _add(self, name: str, inputs: Tensor, gradients: Tensor) -> None:
-        found = self._factors[name].to(inputs.device)
-        reads = functional.linear(inputs.float(), found.right)
-        writes = gradients.float() @ found.left
-        moved_Bk = self.by_sequence(reads.mul_(writes)) * found.values
+        svd = self._factors[name].to(inputs.device)
+        projected_inputs = functional.linear(inputs.float(), svd.right)
+        projected_gradients = gradients.float() @ svd.left
+        moved_Bk = self.by_sequence(projected_inputs.mul_(projected_gradients)) * svd.values
+        # gᵀ ΔW x = Σ_i (gᵀ u_i) σ_i (v_i x): all ranks follow from one number a factor and sequence.
         self._moved[name] = self._moved[name] + moved_Bk if name in self._moved else moved_Bk
 
     def finish(self) -> None:
@@ -170,9 +173,9 @@ class _CutCosts(HookSums):
 
 @torch.no_grad()
 def divergences(model: PreTrainedModel, cuts: Mapping[str, Weighted], batches: Iterable[Batch]) -> dict[str, float]:
-    """Return how far a model moves from itself by each cut: a mean over real tokens, or sequences of a classifier.
+    """Return how far each cut moves a model from itself: a mean over real tokens, or sequences of a classifier.
 
-    It is KL(whole‖cut) of the logits in nats; for scores, and for the last hidden states of models without a head, half
+    It is KL(dense‖cut) of the logits in nats; for scores, and for the last hidden states of models without a head, half
     the squared distance.
 
     Args:
@@ -184,18 +187,18 @@ def divergences(model: PreTrainedModel, cuts: Mapping[str, Weighted], batches: I
     with tapped_output(model) as tapped:
         for batch in progress(batches, "Held-out check", "batches"):
             moved = batch.to(model.device)
-            whole, classes, _ = judged_rows(tapped, moved)
-            count += len(whole.rows)
+            dense, classes, _ = judged_rows(tapped, moved)
+            count += len(dense.rows)
             for name, weighted in cuts.items():
                 with cut(model, weighted):
                     changed = judged_rows(tapped, moved)[0]
-                totals[name] += _distance(whole, changed, classes)
+                totals[name] += _compute_divergence(dense, changed, classes)
     return {name: total / max(count, 1) for name, total in totals.items()}
 
 
-def _distance(whole: HeadInputs, changed: HeadInputs, classes: bool) -> float:
+def _compute_divergence(dense: HeadInputs, changed: HeadInputs, classes: bool) -> float:
     if not classes:
-        return float((whole.rows - changed.rows).square().sum() / 2)
-    labels_N, term = torch.zeros_like(whole.rows[:, 0], dtype=torch.long), TokenTerm("", FORWARD_KL)  # no label is read
-    with gathered(whole.weight, whole.bias):
-        return float(token_losses(changed, whole, labels_N, [term], torch.ones(1)).sums)
+        return float((dense.rows - changed.rows).square().sum() / 2)
+    labels_N, term = torch.zeros_like(dense.rows[:, 0], dtype=torch.long), TokenTerm("", FORWARD_KL)  # no label is read
+    with gathered(dense.weight, dense.bias):
+        return float(token_losses(changed, dense, labels_N, [term], torch.ones(1)).sums)

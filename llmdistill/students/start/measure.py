@@ -43,14 +43,14 @@ from llmdistill.students.start.weighted_kronecker import weighted_kronecker
 
 GIB = 2**30
 COST_SHARE, COST_EXAMPLES, COST_TOKENS = 8, 64, 128
-"""The predicted losses of cuts are measured on one in COST_SHARE examples, but on COST_EXAMPLES at least, and of a
+"""The cost of lowering a rank is measured on one in COST_SHARE examples, but on COST_EXAMPLES at least, and for a
 decoder on the first COST_TOKENS tokens of each (`first_tokens`)."""
 KEEP_SECONDS = 120
-"""How often the sums of a pass are kept."""
+"""The time between two saves of the sums of a pass."""
 DECOMPOSE: dict[str, Callable[[Tensor, Moments, Any], Any]] = {"svd": weighted_svd, "kronecker": weighted_kronecker}
 """(weight (m, n), moments, rank or shape) -> the weighted factors, by the method of the factorization."""
 _OTHER_LABELS = 2**31
-"""Added to the seed of the labels, so that a cut is not judged by those that it was fitted to."""
+"""Added to the seed of the labels, so that a cut is judged by other labels than those that it was fitted to."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What the factors of a teacher's matrices are measured on, and how."""
+    """The data on which the factors of a teacher's matrices are measured, and the method."""
 
     model: PreTrainedModel
     """The dense teacher, whole or sharded by ZeRO-3."""
@@ -82,10 +82,9 @@ class Measurement:
 
     @cached_property
     def _reads(self) -> Reads:
-        found = watch_reads(self.model, layer_linears(self.model), self.batches)
-        return (
-            found if World.current().size == 1 else cast(Reads, broadcast_object(found))
-        )  # data may choose the experts
+        reads = watch_reads(self.model, layer_linears(self.model), self.batches)
+        # Each rank has other data, which may choose other experts; all must plan the same passes.
+        return reads if World.current().size == 1 else cast(Reads, broadcast_object(reads))
 
     @cached_property
     def _parts(self) -> Sequence[Batch]:
@@ -107,11 +106,11 @@ class Measurement:
 
         Args:
             shapes: (m, n) of the matrices, by their names in the base model.
-            wanted: the number of leading factors that are kept, or the Kronecker shape, by the same names.
+            wanted: the number of leading factors to return, or the Kronecker shape, by the same names.
             keep: takes the name of a matrix, its factors and its share of the seconds of a pass, on rank 0, as soon as
                 the pass has ended.
             say: takes the plan as a sentence.
-            known: the matrices of `wanted` whose factors are there already.
+            known: the matrices of `wanted` that have factors already.
 
         Raises:
             UserError: the data have no token or give numbers that are not finite.
@@ -121,45 +120,47 @@ class Measurement:
         sizes = {prefix + name: shapes[name] for name in wanted}
         wanted = {prefix + name: size for name, size in wanted.items()}
         groups = self._reads.of(sizes).groups
-        # Kept sums are made in the same passes for every weighting, so that all can use them.
+        # Saved sums come from the same passes for every weighting, so that a later run with another one can use them.
         gradients = self.gradients or self.settings.folder is not None
         passes = plan_passes(groups, sizes, gradients=gradients, memory=self.settings.memory)
-        most, plural = max(each.bytes for each in passes) / GIB, "" if len(passes) == 1 else "es"
+        most, plural = max(part.bytes for part in passes) / GIB, "" if len(passes) == 1 else "es"
         say(f"{len(passes)} pass{plural} of at most {most:.3g} GiB of statistics")
         rounds = largest_number(len(self._parts))
-        for number, each in enumerate(passes):
+        for number, part in enumerate(passes):
             began = time.perf_counter()
-            owners = deal(each.groups, sizes, world.size)
+            owners = deal(part.groups, sizes, world.size)
             missing = {name for name in owners if name.removeprefix(prefix) not in known}
             if not missing:
                 continue
-            moments = self._moments(owners, rounds, f"{number + 1}-of-{len(passes)}")
+            moments = self._measure_moments(owners, rounds, f"{number + 1}-of-{len(passes)}")
             owners = {name: owner for name, owner in owners.items() if name in missing}
-            moments = {name: each for name, each in moments.items() if name in missing}
-            found = self._decomposed(owners, wanted, moments)
+            moments = {name: moment for name, moment in moments.items() if name in missing}
+            decomposed = self._decompose(owners, wanted, moments)
             share = (time.perf_counter() - began) / len(owners)
             for name, owner in owners.items():
-                factors = to_main(found.pop(name, None), owner)
+                factors = to_main(decomposed.pop(name, None), owner)
                 if factors is not None:
                     keep(name.removeprefix(prefix), factors, share)
 
     def costs_of(self, factors: Mapping[str, WeightedSVD], names: Collection[str]) -> dict[str, Tensor]:
-        """Return what `cut_costs` does for matrices whose factors are on rank 0; every rank must call this function.
+        """Return the result of `cut_costs` for matrices with factors on rank 0; every rank must call this function.
 
-        The others among the names have none, as the data gave them no input or no gradient.
+        Names without factors are left out: the data gave these matrices no input or no gradient.
 
-        A part of the data is enough, because the cost of a cut is one number, which the moments are not. It is the mean
-        of squares, one of each sequence. So many short sequences tell more than a few long ones of as many tokens.
+        A part of the data is enough, because the cost of a rank is a single number, unlike the moments. It is a mean of
+        squares with one square per sequence, so many short sequences tell more than a few long ones.
         """
-        world, rows = World.current(), World.current().size * sum(len(each.input_ids) for each in self._parts)
+        world, rows = World.current(), World.current().size * sum(len(batch.input_ids) for batch in self._parts)
         share = max(COST_EXAMPLES, rows // COST_SHARE) / rows
         batches = first_tokens(self.model, self._parts[: math.ceil(share * len(self._parts))])
-        found: dict[str, Any] = {name: factors.get(name) for name in names}
-        if world.size > 1:  # one rank of a group may measure alone
-            found = {name: broadcast_object(each) for name, each in found.items()}
+        measured: dict[str, Any] = {name: factors.get(name) for name in names}
+        # One rank of a group may measure alone, without the process group. The names are the same on every rank, and
+        # one broadcast a matrix keeps the memory that it takes small.
+        if world.size > 1:
+            measured = {name: broadcast_object(svd) for name, svd in measured.items()}
         return cut_costs(
             self.model,
-            {name: each for name, each in found.items() if each is not None},
+            {name: svd for name, svd in measured.items() if svd is not None},
             batches,
             reads=self._reads,
             seed=self.settings.seed + _OTHER_LABELS,
@@ -167,8 +168,8 @@ class Measurement:
             rounds=largest_number(len(batches)),
         )
 
-    def _moments(self, owners: Mapping[str, int], rounds: int, number: str) -> dict[str, Moments]:
-        """The moments of the linears that this rank decomposes, over the data of all ranks."""
+    def _measure_moments(self, owners: Mapping[str, int], rounds: int, number: str) -> dict[str, Moments]:
+        """Measure the moments of the linears that this rank decomposes, over the data of all ranks."""
         world = World.current()
 
         def reduce(tensor: Tensor, name: str | None) -> bool:
@@ -178,7 +179,7 @@ class Measurement:
             sum_at(tensor, owners[name])
             return owners[name] == world.rank
 
-        resumed, after = self._kept_sums(list(owners), number)
+        resumed, after = self._resume_sums(list(owners), number)
         measure = partial(
             measure_moments,
             self.model,
@@ -194,12 +195,12 @@ class Measurement:
         )
         return on_every(measure)
 
-    def _kept_sums(
+    def _resume_sums(
         self, names: list[str], number: str
     ) -> tuple[Begun | None, Callable[[int, int, Callable[[], Begun]], None]]:
-        """What a pass has summed up in an earlier process, and what keeps it now and then, and at the end, in a folder.
+        """Return the sums of a pass that an earlier process has saved, and a callback that saves them now and then.
 
-        All ranks keep theirs after the same batches. If a kill came between them, the pass starts again.
+        All ranks save after the same batches. If a kill came between their saves, the pass starts again.
         """
         if self.settings.folder is None:
             return None, lambda *_: None
@@ -207,22 +208,23 @@ class Measurement:
         file = folder / f"pass-{number}-rank-{world.rank + 1}-of-{world.size}.safetensors"
         began = time.monotonic()
         resumed = on_every(partial(read_sums, file, names, gradients=self.gradients))
+        # The smallest number is minus the largest of the negatives.
         same = largest_number(resumed.done) == -largest_number(-resumed.done)
         every: int | None = None
 
         def after(done: int, total: int, begun: Callable[[], Begun]) -> None:
             nonlocal every
-            if every is None:  # the first batch of this process says how many take a while
+            if every is None:  # the time of the first batch says how many batches take KEEP_SECONDS
                 every = largest_number(1 + int(KEEP_SECONDS / (time.monotonic() - began)))
             if done % every == 0 or done == total:
                 write_sums(file, names, begun(), gradients=self.gradients)
 
         return resumed if same else None, after
 
-    def _decomposed(
+    def _decompose(
         self, owners: Mapping[str, int], wanted: Mapping[str, Size], moments: dict[str, Moments]
     ) -> dict[str, Any]:
-        """The factors of this rank's matrices; the ranks gather each matrix together if it is sharded."""
+        """Return the factors of this rank's matrices; the ranks gather each matrix together if it is sharded."""
         model, weights = self.model, dict[str, Tensor]()
         for name in owners:
             linear = model.get_submodule(name)
@@ -230,17 +232,18 @@ class Measurement:
             with gathered(parameter):
                 if name in moments:
                     weight = matrix(linear).detach()
+                    # The gathered weight of a ZeRO-3 parameter is freed at the end of the block.
                     weights[name] = weight.clone() if hasattr(parameter, "ds_id") else weight
 
         def decompose() -> dict[str, Any]:
-            found = {}
+            decomposed = {}
             for name in progress(list(moments), "Decomposing", "matrices"):
                 weight = weights.pop(name)
                 moved = weight if self.device is None else weight.to(self.device)
                 factors = DECOMPOSE[self.method](moved, moments.pop(name), wanted[name])
-                found[name] = factors.to(torch.device("cpu"))
+                decomposed[name] = factors.to(torch.device("cpu"))
                 give_back_memory()
-            return found
+            return decomposed
 
         return on_every(decompose)
 
@@ -277,7 +280,7 @@ class Measurement:
 
 def first_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> Sequence[Batch]:
     """Return the first COST_TOKENS tokens of each row for a decoder, where they know nothing of the others."""
-    return [rows_of(each, slice(None), COST_TOKENS) for each in batches] if is_causal(model.config) else batches
+    return [rows_of(batch, slice(None), COST_TOKENS) for batch in batches] if is_causal(model.config) else batches
 
 
 def plan_passes(
@@ -293,11 +296,11 @@ def plan_passes(
         part: list[str] = []  # of this group in the last pass
         for name in group:
             m, n = shapes[name]
-            of_inputs, of_outputs = 4 * n * n, 4 * m * m if gradients else 0
-            size = of_outputs if part else of_inputs + of_outputs
+            input_bytes, output_bytes = 4 * n * n, 4 * m * m if gradients else 0
+            size = output_bytes if part else input_bytes + output_bytes
             if not passes or passes[-1].bytes + size > memory * GIB:
                 passes.append(Pass())
-                part, size = [], of_inputs + of_outputs
+                part, size = [], input_bytes + output_bytes
             if not part:
                 passes[-1].groups.append(part)
             part.append(name)
@@ -308,7 +311,7 @@ def plan_passes(
 def deal(groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:
     """Return the rank that decomposes each linear, so that all have about the same work; a group stays together.
 
-    The work is m·n·min(m, n). The largest group comes first, each to the rank that has least to do.
+    The work is m·n·min(m, n). From the largest group on, each goes to the rank with the least work so far.
     """
 
     def work(group: Sequence[str]) -> int:

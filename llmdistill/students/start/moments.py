@@ -1,4 +1,4 @@
-"""Measures what the linears of a model read and how much the loss depends on what they return.
+"""Measures the inputs of a model's linears, and how strongly the loss depends on their outputs.
 
 For each linear these are the second moments C = Σ x xᵀ of its inputs and G = Σ g gᵀ of the gradients at its outputs,
 summed over tokens. C ⊗ G / tokens is the Kronecker-factored Fisher matrix of the linear's weight (K-FAC), so that a
@@ -37,7 +37,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Begun:
-    """The state of a measurement: what was summed up so far."""
+    """The state of a measurement: the sums so far."""
 
     done: int = 0
     """The number of passes."""
@@ -112,25 +112,26 @@ class _Sums(HookSums):
         self, model: PreTrainedModel, names: Collection[str], gradients: bool, begun: Begun, reads: Reads | None
     ) -> None:
         super().__init__(model.device)
+        # q, k and v, or gate and up, read one tensor one after the other: their C is summed once.
         self._read: deque[tuple[Tensor, str]] = deque(maxlen=2)
         """The last tensors that linears read, each with the linear that read it first: no more are kept alive."""
-        known = {key: each.to(model.device) for key, each in begun.sums.items()}
+        known = {key: tensor.to(model.device) for key, tensor in begun.sums.items()}
         self.tokens = known.pop("tokens", self.tokens)
         self._inputs, self._gradients = (
-            {key.partition(" ")[2]: each for key, each in known.items() if key.startswith(what)}
-            for what in ("inputs", "gradients" if gradients else "none")
+            {key.partition(" ")[2]: tensor for key, tensor in known.items() if key.startswith(kind)}
+            for kind in ("inputs", "gradients" if gradients else "none")
         )
         self._has_gradients = gradients
         self._shapes = {name: features(model.get_submodule(name)) for name in names}
         groups = [] if reads is None else reads.groups
         self._source = {name: group[0] for group in groups for name in group} | dict(begun.sources)
         """The linear that first reads what a linear reads."""
-        run = partial(self._run, gradients)
+        run = partial(self._add_call, gradients)
         self.handles = [model.get_submodule(name).register_forward_hook(partial(run, name)) for name in names]
 
     def begun(self, done: int) -> Begun:
-        both = (("inputs", self._inputs), ("gradients", self._gradients))
-        sums = {f"{what} {name}": each for what, of in both for name, each in of.items()}
+        kinds = (("inputs", self._inputs), ("gradients", self._gradients))
+        sums = {f"{kind} {name}": moment for kind, moments in kinds for name, moment in moments.items()}
         return Begun(done, {"tokens": self.tokens, **sums}, self._source)
 
     def moments(self, reduce: Callable[[Tensor, str | None], bool] | None) -> dict[str, Moments]:
@@ -143,9 +144,9 @@ class _Sums(HookSums):
             if self._has_gradients:
                 self._reduce(self._gradients, {name: m for name, (m, _) in self._shapes.items()}, reduce)
         measured = chain(self._inputs.items(), self._gradients.items())
-        tokens = self.counted((f"the inputs or gradients of {name}", _whole(each)) for name, each in measured)
+        tokens = self.counted((f"the inputs or gradients of {name}", _fill_upper(moment)) for name, moment in measured)
         inputs, gradients = (
-            {name: each for name, each in sums.items() if each.any()} for sums in (self._inputs, self._gradients)
+            {name: moment for name, moment in sums.items() if moment.any()} for sums in (self._inputs, self._gradients)
         )
         return {
             name: Moments(inputs=inputs[source], gradients=gradients.get(name), tokens=tokens)
@@ -157,35 +158,40 @@ class _Sums(HookSums):
         self, sums: dict[str, Tensor], widths: Mapping[str, int], reduce: Callable[[Tensor, str | None], bool]
     ) -> None:
         for name, width in widths.items():
-            if name not in sums:  # such as an expert that no token of this rank has come to
+            if name not in sums:  # such as an expert that no token of this rank was routed to
                 sums[name] = torch.zeros(width, width, device=self.tokens.device)
             if not reduce(sums[name], name):
                 del sums[name]
 
-    def _run(
+    def _add_call(
         self, gradients: bool, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
     ) -> Tensor | None:
         counts = self.phase != "again"
         if counts:
             self.check(name, inputs[0])
             if name not in self._source:
-                found = (first for each, first in self._read if identity(each) == identity(inputs[0]))
-                self._source[name] = next(found, name)
+                same = (first for tensor, first in self._read if identity(tensor) == identity(inputs[0]))
+                self._source[name] = next(same, name)
             if self._source[name] == name:
-                self._read.append((inputs[0].detach(), name))  # the graph would hold this object through its hooks
-                _add(self._inputs, name, self.rows(inputs[0]))
+                self._read.append(
+                    (inputs[0].detach(), name)
+                )  # without detach the graph would hold this object through its hooks
+                _add_outer_products(self._inputs, name, self.rows(inputs[0]))
         if not gradients:
             return None
-        # The graph begins at the first linear that is measured, as no weight requires a gradient: what is below takes
-        # no part in the backward pass.
-        return graded(output, (lambda each: _add(self._gradients, name, self.rows(each))) if counts else None)
+        # The graph begins at the first linear that is measured, as no weight requires a gradient: the layers below it
+        # take no part in the backward pass.
+        return graded(
+            output,
+            (lambda gradient: _add_outer_products(self._gradients, name, self.rows(gradient))) if counts else None,
+        )
 
 
 BLOCK = 256
 """Rows of a moment that are added up at a time, each up to its diagonal: the other half is the same."""
 
 
-def _add(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
+def _add_outer_products(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
     """Add Σ x xᵀ to the lower triangle; `_whole` copies it to the upper one."""
     rows = rows_NK.float()
     width = rows.shape[1]
@@ -196,7 +202,7 @@ def _add(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
         sums[name][here, :end].addmm_(rows[:, here].T, rows[:, :end])
 
 
-def _whole(lower: Tensor) -> Tensor:
+def _fill_upper(lower: Tensor) -> Tensor:
     """Fill in the upper triangle of a symmetric matrix, in place."""
     for start in range(0, len(lower), BLOCK):
         here, below = slice(start, start + BLOCK), slice(start + BLOCK, None)

@@ -26,14 +26,14 @@ from llmdistill.step.taps import Recorder
 from llmdistill.students.counting import count_parameters, layer_linears
 
 _CHUNK_BYTES = 1 << 22
-"""Bytes of the logits in fp32 that are there at a time; or a 32nd of the LM head's, which each chunk reads, if more."""
+"""Bytes of a chunk of logits in fp32, but at least a 32nd of the LM head's bytes, because each chunk reads the head."""
 _FEW_TOKENS = 16
-"""As many show what modules read; all that is read is kept for that."""
+"""Tokens of the pass that shows what modules read; it keeps all their inputs in memory."""
 
 
 @dataclass(frozen=True)
 class Reads:
-    """What modules read in a pass, as a pass of a few tokens shows it."""
+    """What modules read in a pass, as observed in a pass of a few tokens."""
 
     groups: list[list[str]]
     """The names of the modules; those of a group read the same tensors in all of their calls."""
@@ -45,7 +45,7 @@ class Reads:
     """The modules whose inputs the model changes in place after they were read."""
 
     def of(self, names: Collection[str]) -> Reads:
-        """The same for some of the modules."""
+        """Return the same for some of the modules."""
         groups = [[name for name in group if name in names] for group in self.groups]
         return Reads([group for group in groups if group], self.in_order, self.changed)
 
@@ -55,12 +55,12 @@ _AnySums = TypeVar("_AnySums", bound=HookSums)
 
 @torch.no_grad()
 def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequence[Batch]) -> Reads:
-    """See what modules read by a forward pass over a few tokens of the first batch that has any.
+    """Observe what modules read in a forward pass over a few tokens of the first batch that has any.
 
     Its first and last sequence are the same, and the one between them is another one. This tells tensors of the
     batch's tokens from all others that happen to have as many rows.
     """
-    batch = next((each for each in batches if each.attention_mask.any()), None)
+    batch = next((batch for batch in batches if batch.attention_mask.any()), None)
     if batch is None:
         return Reads([[name] for name in names], True, frozenset())
     lengths_B = (batch.attention_mask != 0).sum(1)
@@ -72,10 +72,10 @@ def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequenc
     probe = Batch(ids_3T, torch.ones_like(ids_3T), torch.full_like(ids_3T, IGNORE_INDEX), token_type_ids=segments)
     read: list[tuple[str, Tensor, tuple[object, ...]]] = []
 
-    def note(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def record_input(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         read.append((name, inputs[0], identity(inputs[0])))
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(partial(note, name)) for name in names]
+    handles = [model.get_submodule(name).register_forward_pre_hook(partial(record_input, name)) for name in names]
     try:
         with tapped_output(model) as tapped:
             tapped(probe.to(model.device))
@@ -105,7 +105,7 @@ def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequenc
 
 
 def identity(tensor: Tensor) -> tuple[object, ...]:
-    """A key that is the same for every view that ZeRO-3's hooks make of a tensor, as long as the tensor is kept."""
+    """Return a key that every view that ZeRO-3's hooks make of a tensor shares, as long as the tensor is alive."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
 
 
@@ -120,29 +120,29 @@ def run_sampled(
     seed: int,
     passes: Passes,
 ) -> _AnySums:
-    """Run a model forward, and backward from sampled labels; returns the sums that `make` begins (`measure_moments`).
+    """Run a model forward, and backward from sampled labels; return the sums of `make` (see `measure_moments`).
 
-    Most models give each linear the tokens of the batch, once. Where a pass meets something else, it begins again with
-    what `watch_reads` sees, if `reads` does not have that already.
+    Most models give each linear the tokens of the batch, once. If a pass meets anything else, it begins again with the
+    observations of `watch_reads`, unless `reads` has them already.
     """
     batches = list(batches)
 
-    def run(reads: Reads | None) -> _AnySums:
+    def run_all(reads: Reads | None) -> _AnySums:
         sums = make(reads)
         sums.is_known = reads is not None
         parts = batches if reads is None or reads.in_order else in_parts(batches, 1)
-        _run(model, parts, sums, gradients, seed, passes)
+        _run_backward(model, parts, sums, gradients, seed, passes)
         return sums
 
     if reads is None and not passes.done:
         try:
-            return run(None)
+            return run_all(None)
         except OddReadError:
             pass
-    return run(watch_reads(model, names, batches) if reads is None else reads)
+    return run_all(watch_reads(model, names, batches) if reads is None else reads)
 
 
-def _run(
+def _run_backward(
     model: PreTrainedModel,
     batches: Sequence[Batch],
     sums: HookSums,
@@ -151,17 +151,17 @@ def _run(
     passes: Passes,
 ) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.requires_grad_(False)  # the gradients of the weights are not needed
+    model.requires_grad_(False)  # saves the memory and time of weight gradients, which nobody reads
     limit, layers = graph_tokens(model), list(layers_of(model))
 
     def step(batch: Batch) -> None:
         dropped = max(0, math.ceil(len(layers) * (1 - limit / batch.input_ids.numel()))) if gradients else len(layers)
         again = layers[:dropped] if gradients else []
-        # What the other layers have freed lies between the tensors that they keep, so each gives it back.
+        # Memory that a layer frees lies between the tensors that it keeps; returned at once, it does not fragment.
         handles = [layer.register_forward_hook(lambda *_: give_back_memory()) for layer in layers[dropped:]]
         try:
-            with torch.set_grad_enabled(gradients), _dropping(again, sums):
-                loss = _sampled_loss(tapped, batch, seed, sums.judged)
+            with torch.set_grad_enabled(gradients), _recomputing(again, sums):
+                loss = _make_sampled_loss(tapped, batch, seed, sums.judged)
                 if gradients and not loss.requires_grad:  # Reformer computes gradients in training mode alone
                     raise UserError(
                         f"no gradient comes back through the layers of {type(model).__name__} outside of training: set "
@@ -184,39 +184,41 @@ def _run(
 
 
 def graph_tokens(model: PreTrainedModel) -> int:
-    """The number of tokens whose tensors for the backward pass take at most an eighth of the model's memory in fp32.
+    """Return the number of tokens whose tensors for the backward pass take at most an eighth of the model's fp32 bytes.
 
-    What a layer keeps is about twice what its linears return; a Llama keeps 1.6 times as much.
+    A layer keeps about twice the outputs of its linears; a Llama keeps 1.6 times as much.
     """
-    kept = 2 * sum(m for m, _ in layer_linears(model).values())
-    return max(1, count_parameters(model) // (2 * kept * model.dtype.itemsize))
+    values_per_token = 2 * sum(m for m, _ in layer_linears(model).values())
+    return max(1, count_parameters(model) // (2 * values_per_token * model.dtype.itemsize))
 
 
 @contextmanager
-def _dropping(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
-    """Block in which layers keep only their inputs for the backward pass, which computes the rest again."""
+def _recomputing(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
+    """Within this block, layers keep only their inputs for the backward pass, which computes the rest again."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         calls = deque[Any]()
         return sums.during("dropped", calls), sums.during("again", calls)
 
-    def dropping(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **more: Any) -> Any:
-            if any(isinstance(each, Cache) for each in (*args, *more.values())):
-                return forward(*args, **more)  # it would find its own keys in the cache (FlauBERT always has one)
+            # Running again, it would find its own keys in the cache (FlauBERT always has one).
+            if any(isinstance(value, Cache) for value in (*args, *more.values())):
+                return forward(*args, **more)
             return checkpoint(
                 forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **more
             )
 
         return run
 
-    with running_as({layer: dropping(layer.forward) for layer in layers}):
+    with running_as({layer: recompute(layer.forward) for layer in layers}):
         yield
 
 
 @contextmanager
 def running_as(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Block in which modules run these functions, with the hooks around their calls."""
+    """Within this block, modules run these functions, with the hooks around their calls."""
+    # An instance may have a forward of its own already, such as one that accelerate or a compiler has put there.
     own = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward
@@ -231,7 +233,7 @@ def running_as(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[Non
 
 @contextmanager
 def tapped_output(model: PreTrainedModel) -> Iterator[TappedModel]:
-    """Block with the forward pass of a model in evaluation mode that gives what `judged_rows` needs.
+    """Yield the forward pass of a model in evaluation mode with all that `judged_rows` needs.
 
     A model that ZeRO-3 shards is called itself, not its engine, which refuses any backward pass but its own; the hooks
     that gather the parameters are on the modules.
@@ -249,11 +251,11 @@ def tapped_output(model: PreTrainedModel) -> Iterator[TappedModel]:
 
 
 def judged_rows(tapped: TappedModel, batch: Batch) -> tuple[HeadInputs, bool, bool]:
-    """Run a model; return what it is judged by, (N, K), whether these are logits, and whether each row is a token.
+    """Run a model; return the rows (N, K) that judge it, whether they give logits, and whether each row is a token.
 
-    It is judged by the inputs of an LM head, which come with its weight, so that the logits can be computed in chunks;
-    else by the logits of sequences, or by its hidden states, in fp32. Of a sequence with several distributions, such as
-    those of start and end, each is a row; they are side by side.
+    These are the inputs of an LM head, with its weight, so that the logits can be computed in chunks; else the logits
+    of sequences, or the hidden states, in fp32. A sequence with several distributions, such as those of start and end,
+    has a row for each, side by side.
     """
     model, returned = tapped.model, list[Tensor]()
     has_head = model.base_model is not model
@@ -271,20 +273,20 @@ def judged_rows(tapped: TappedModel, batch: Batch) -> tuple[HeadInputs, bool, bo
     return HeadInputs(hidden_BTW[batch.attention_mask != 0].float(), None, None), False, True
 
 
-def _sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Callable[[Tensor], object]) -> Tensor:
+def _make_sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Callable[[Tensor], object]) -> Tensor:
     """Run a model; return a sum with the gradients of the negative log-likelihood of labels sampled from its output.
 
-    `seen` gets the probabilities (n, V) of some rows after the other, if each row has classes.
+    `seen` gets the probabilities (n, V), some rows at a time, if each row has classes.
     """
 
     def loss(head: HeadInputs, classes: bool = True, tokens: bool = True) -> Tensor:
-        chances_BTK = _uniform(batch, 1 if classes else head.rows.shape[1], seed)
-        each = len(head.rows) // len(chances_BTK)  # the distributions of a sequence: two for a span
-        chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, :each].flatten(0, 1)
+        chances_BTK = _draw_uniform(batch, 1 if classes else head.rows.shape[1], seed)
+        per_sequence = len(head.rows) // len(chances_BTK)  # the distributions of a sequence: two for a span
+        chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, :per_sequence].flatten(0, 1)
         if not torch.is_grad_enabled():
             return head.rows
         if classes:
-            return (head.rows * _sampled_gradients(head, chances_NK[:, 0], seen)).sum()
+            return (head.rows * _compute_gradients(head, chances_NK[:, 0], seen)).sum()
         # A normal distribution of variance 1 around each value has the same Fisher matrix as random signs.
         return (head.rows * torch.where(chances_NK < 0.5, -1.0, 1.0)).sum()
 
@@ -296,16 +298,16 @@ def _sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Callable[[
 
 
 @torch.no_grad()
-def _sampled_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tensor], object]) -> Tensor:
-    """The gradients (N, K) at the rows of the negative log-likelihood of one class per row, sampled from its output.
+def _compute_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tensor], object]) -> Tensor:
+    """Return the gradients (N, K) at the rows of the negative log-likelihood of a class sampled for each row.
 
-    The logits are there in chunks. `chances_N` are uniform from 0 to 1.
+    The logits are computed in chunks. `chances_N` are uniform from 0 to 1.
     """
     gradients_NK = torch.empty_like(head.rows)
     w_VK = head.weight
-    words = head.rows.shape[1] if w_VK is None else len(w_VK)
+    vocabulary = head.rows.shape[1] if w_VK is None else len(w_VK)
     size = max(_CHUNK_BYTES, 0 if w_VK is None else w_VK.nbytes // 32)
-    count = max(1, size // (4 * words))
+    count = max(1, size // (4 * vocabulary))
     for start in range(0, len(head.rows), count):
         here = slice(start, start + count)
         rows = head.rows[here]
@@ -314,24 +316,27 @@ def _sampled_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tens
         p_NV.sub_(p_NV.amax(-1, keepdim=True)).exp_()
         p_NV /= p_NV.sum(-1, keepdim=True)
         seen(p_NV)
-        target = _sampled(p_NV, chances_N[here])
+        # The gradient of -log p at the logits is p minus one at the class, so that no graph of the logits is needed.
+        target = _sample_classes(p_NV, chances_N[here])
         p_NV.scatter_add_(1, target, p_NV.new_full((), -1.0).expand(target.shape))
         gradients_NK[here] = p_NV if w_VK is None else p_NV.to(w_VK.dtype) @ w_VK
     return gradients_NK
 
 
-def _sampled(p_NV: Tensor, chances_N: Tensor) -> Tensor:
-    """One class (N, 1) of each row, by uniform random numbers from 0 to 1."""
+def _sample_classes(p_NV: Tensor, chances_N: Tensor) -> Tensor:
+    """Sample one class (N, 1) of each row by uniform random numbers from 0 to 1."""
+    # Scaled by the last sum, which fp32 rounds to something near 1; a number above it would have no class.
     cumulated = p_NV.cumsum(dim=-1)
     return torch.searchsorted(cumulated, (chances_N * cumulated[:, -1])[:, None]).clamp_(max=p_NV.shape[1] - 1)
 
 
-def _uniform(batch: Batch, width: int, seed: int) -> Tensor:
-    """Uniform random numbers (B, T, width) for each token, which follow from the seed and the id of its row."""
+def _draw_uniform(batch: Batch, width: int, seed: int) -> Tensor:
+    """Draw uniform random numbers (B, T, width) for each token; they follow from the seed and the id of its row."""
     rows, length = batch.input_ids.shape
     ids: Sequence[Any] = batch.sample_ids or [(row,) for row in range(rows)]
-    drawn = []
-    for each in ids:
-        generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + int(each[0])) % 2**63)
-        drawn.append(torch.rand(length, width, generator=generator))
-    return cast(Tensor, torch.stack(drawn)).to(batch.input_ids.device)
+    numbers = []
+    for sample_id in ids:
+        # The multiplier (2^64 by the golden ratio) keeps the seeds of neighboring runs and samples apart.
+        generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + int(sample_id[0])) % 2**63)
+        numbers.append(torch.rand(length, width, generator=generator))
+    return cast(Tensor, torch.stack(numbers)).to(batch.input_ids.device)

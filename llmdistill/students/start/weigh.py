@@ -1,4 +1,4 @@
-"""Weighs the factorization of a teacher by data: measures what is not known yet, and chooses the ranks."""
+"""Weights the factorization of a teacher by data: measures what is still missing, and chooses the ranks."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ class Source:
     device: torch.device | None = None
     """The device on which matrices are decomposed, one at a time; by default that of each matrix."""
     kept: Callable[[], KeptFactors] | None = None
-    """Opens the folder in which the factors are kept, on rank 0; None keeps nothing."""
+    """Opens the folder in which the factors are saved, on rank 0; None saves nothing."""
     say: Callable[[str], object] = lambda _: None
     """Takes sentences about the progress."""
 
 
 def weigh(source: Source, settings: FactorizeConfig, method: str = "svd") -> Weighted:
-    """Return the weighted factorization, where ranks by the predicted loss must prove themselves on held-out data.
+    """Return the weighted factorization, with ranks that are checked on held-out data.
 
-    Predictions add up the losses of cuts that were each made alone. So the cuts to these ranks and to one rank of the
-    same size are both tried, and the ranks of the one that is nearer to the teacher are returned. Every rank must call
-    this function; only rank 0 gets factors.
+    The predicted loss adds up the costs of lowering one matrix at a time. So these ranks and a single rank of the same
+    size are both tried, and those that stay nearer to the teacher are returned. Every rank must call this function;
+    only rank 0 gets factors.
 
     Raises:
         UserError: the settings do not fit the model, the data have no token or give numbers that are not finite, or the
-            folder of kept factors holds something else.
+            folder of saved factors holds something else.
     """
     check_settings(settings, method)
-    reference, found = build_reference(source.config), _NOTHING
+    reference, weighted = build_reference(source.config), _NOTHING
     plan_embedding(reference, settings, method)
-    others: dict[str, Any] = {}  # what fits one size only
+    others: dict[str, Any] = {}  # factors that fit one size only
     if method == "svd":
-        found = _checked_ranks(source, settings)
+        weighted = _choose_checked_ranks(source, settings)
     else:
         sizes = {base_name(reference, name): size for name, size in plan(reference, settings, method).sizes.items()}
         if source.kept is not None:
@@ -71,20 +71,20 @@ def weigh(source: Source, settings: FactorizeConfig, method: str = "svd") -> Wei
                 f"method is {method}, whose factors fit one shape: set the folder to null"
             )
         if sizes:
-            shapes, measurement = _shapes(reference), _measurement(source, settings, method)
-            measurement.factors(shapes, sizes, lambda name, each, _: others.update({name: each}), source.say)
+            shapes, measurement = _matrix_shapes(reference), _make_measurement(source, settings, method)
+            measurement.factors(shapes, sizes, lambda name, factors, _: others.update({name: factors}), source.say)
     if settings.embedding_rank is not None:
-        table = _measurement(source, settings).table(settings.embedding_rank)
+        table = _make_measurement(source, settings).table(settings.embedding_rank)
         if table is not None:
             others[base_name(reference, token_embedding(reference)[0])] = table
-    loss = found.predicted_loss + sum(each.cost for each in others.values())
-    return replace(found, others=others, predicted_loss=loss)
+    loss = weighted.predicted_loss + sum(factors.cost for factors in others.values())
+    return replace(weighted, others=others, predicted_loss=loss)
 
 
 _NOTHING = Weighted(ranks={}, factors={}, predicted_loss=0.0)
 
 
-def _measurement(source: Source, settings: FactorizeConfig, method: str = "svd") -> Measurement:
+def _make_measurement(source: Source, settings: FactorizeConfig, method: str = "svd") -> Measurement:
     model = source.teacher().model
     return Measurement(
         model=model,
@@ -96,9 +96,9 @@ def _measurement(source: Source, settings: FactorizeConfig, method: str = "svd")
     )
 
 
-def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
-    """The ranks that `weigh` chooses, with their factors."""
-    factors, world = _factors(source, settings), World.current()
+def _choose_checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
+    """Choose the ranks as `weigh` does, and return them with their factors."""
+    factors, world = _make_factors(source, settings), World.current()
     checks = settings.allocation == "loss" and settings.calibration.held_out != 0
     names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation,)
 
@@ -107,46 +107,49 @@ def _checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
             return dict.fromkeys(names, _NOTHING)
         return {name: choose_ranks(source.config, replace(settings, allocation=name), factors) for name in names}
 
-    found = on_every(choose)
+    choices = on_every(choose)
     if not checks:
-        return found[settings.allocation]
+        return choices[settings.allocation]
     teacher, (_, held_out) = source.teacher(), source.batches()
     if not held_out or not (world.is_main or teacher.sharded):
-        return found["loss"]
-    # The other ranks of a sharded teacher take part in its forward passes, with nothing cut.
+        return choices["loss"]
+    # The other ranks of a sharded teacher take part in its forward passes; without factors they lower no rank.
     parts = in_parts(first_tokens(teacher.model, held_out), graph_tokens(teacher.model))
-    held = divergences(teacher.model, found, parts)
-    return replace(found["loss" if held["loss"] <= held["uniform"] else "uniform"], held_out=held)
+    divergence_by_choice = divergences(teacher.model, choices, parts)
+    return replace(
+        choices["loss" if divergence_by_choice["loss"] <= divergence_by_choice["uniform"] else "uniform"],
+        held_out=divergence_by_choice,
+    )
 
 
-def _factors(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
-    """The factors of the matrices on rank 0; their costs are corrected by those of cuts near to the budget.
+def _make_factors(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
+    """Return the factors of the matrices on rank 0, with costs that are corrected by measured ones near the budget.
 
     Every rank must call this function.
     """
     factors, world = measured(source, settings), World.current()
-    # What is kept serves every allocation.
+    # A folder must serve every allocation, so it gets the costs even if this run does not need them.
     if settings.allocation != "loss" and (source.kept is None or settings.weighting != "gradients"):
         return factors
-    kept, costs = factors if isinstance(factors, KeptFactors) else None, dict[str, Tensor]()
+    folder, costs = factors if isinstance(factors, KeptFactors) else None, dict[str, Tensor]()
 
     def are_known() -> bool:
         nonlocal costs
-        costs = {} if kept is None else kept.costs
+        costs = {} if folder is None else folder.costs
         return bool(costs)
 
     if not on_main(are_known):
-        costs = _measurement(source, settings).costs_of(factors, _shapes(build_reference(source.config)))
-        if kept is not None:
-            kept.costs = costs
+        costs = _make_measurement(source, settings).costs_of(factors, _matrix_shapes(build_reference(source.config)))
+        if folder is not None:
+            folder.costs = costs
     if settings.allocation != "loss":
         return factors
 
     def corrected() -> Mapping[str, WeightedSVD]:
         if not world.is_main:
             return factors
-        found = choose_ranks(source.config, settings, factors)
-        return found.corrected({name: float(costs[name][rank]) for name, rank in found.ranks.items()}).factors
+        weighted = choose_ranks(source.config, settings, factors)
+        return weighted.corrected({name: float(costs[name][rank]) for name, rank in weighted.ranks.items()}).factors
 
     return on_every(corrected)
 
@@ -154,20 +157,20 @@ def _factors(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
 def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
     """Return the factors of the matrices, on rank 0; every rank must call this function.
 
-    Without a folder they are measured up to the ranks that the settings can need, and with one up to the full rank, so
-    that they serve any size and form. What the folder has is not measured again.
+    Without a folder they are measured up to the ranks that the settings can need; with one up to the full rank, so that
+    they serve any size and form. Matrices that the folder holds are not measured again.
 
     Raises:
         UserError: see `weigh`.
     """
     reference = build_reference(source.config)
-    shapes = _shapes(reference)
+    shapes = _matrix_shapes(reference)
     ranks = {name: min(shape) for name, shape in shapes.items()}
     # The settings are checked before any work.
     if settings.allocation == "loss":
         rank_budget(reference, settings)
     else:
-        planned = _planned(reference, settings)
+        planned = _plan_ranks(reference, settings)
         ranks = planned if source.kept is None else ranks
     factors: dict[str, WeightedSVD] | KeptFactors = {}
 
@@ -181,11 +184,11 @@ def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
         source.say(f"{len(ranks) - len(missing)} of {len(ranks)} matrices are measured already")
     if missing:
 
-        def keep(name: str, found: WeightedSVD, seconds: float) -> None:
-            factors[name] = replace(found, seconds=seconds)
+        def save(name: str, svd: WeightedSVD, seconds: float) -> None:
+            factors[name] = replace(svd, seconds=seconds)
 
-        measurement = _measurement(source, settings)
-        measurement.factors(shapes, ranks, keep, source.say, set(ranks) - set(missing))
+        measurement = _make_measurement(source, settings)
+        measurement.factors(shapes, ranks, save, source.say, set(ranks) - set(missing))
 
         def check() -> None:
             if not any(name in factors for name in ranks):
@@ -203,21 +206,21 @@ def choose_ranks(config: PreTrainedConfig, settings: FactorizeConfig, factors: M
     Raises:
         UserError: the settings do not fit the model.
     """
-    reference, found = build_reference(config), Weighted(ranks={}, factors=factors, predicted_loss=0.0)
+    reference, unranked = build_reference(config), Weighted(ranks={}, factors=factors, predicted_loss=0.0)
     if settings.allocation == "uniform":
-        return found.with_ranks(_planned(reference, settings))
-    # Nothing is known of what a cut of the others costs: the data never run them.
-    budget = rank_budget(reference, settings, [name for name in _shapes(reference) if name not in factors])
+        return unranked.with_ranks(_plan_ranks(reference, settings))
+    # The data never reach the others, so the cost of lowering their ranks is unknown.
+    budget = rank_budget(reference, settings, [name for name in _matrix_shapes(reference) if name not in factors])
     chosen = allocate(factors, budget, multiple=settings.rank_multiple, form=settings.form)
-    return found.with_ranks({name: rank for name, rank in chosen.items() if rank is not None})
+    return unranked.with_ranks({name: rank for name, rank in chosen.items() if rank is not None})
 
 
-def _shapes(reference: PreTrainedModel) -> dict[str, Shape]:
-    """(m, n) of the matrices, by their names in the base model."""
+def _matrix_shapes(reference: PreTrainedModel) -> dict[str, Shape]:
+    """Return (m, n) of the matrices, by their names in the base model."""
     return {base_name(reference, name): shape for name, shape in layer_linears(reference).items()}
 
 
-def _planned(reference: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
-    linears = layer_linears(reference)  # of the experts' stacks nothing is measured
+def _plan_ranks(reference: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
+    linears = layer_linears(reference)  # the stacks of experts are no linears, and not measured
     sizes = plan(reference, settings).sizes
     return {base_name(reference, name): cast(int, rank) for name, rank in sizes.items() if name in linears}

@@ -1,4 +1,4 @@
-"""Truncated SVD weighted by second moments, and the ranks that cost the loss least.
+"""Truncated SVD weighted by second moments, and the ranks that increase the loss least.
 
 With C = L Lᵀ and G = R Rᵀ the cost of replacing W (m, n) by Ŵ is ½ ‖Rᵀ (W − Ŵ) L‖², so the best Ŵ of a rank follows
 from the SVD of Rᵀ W L = U Σ Vᵀ: Ŵ = (R⁻ᵀ U_r Σ_r)(V_rᵀ L⁻¹). Without G this is SVD-LLM (arXiv 2403.07378), and with
@@ -33,7 +33,7 @@ INPUT_DAMPING, GRADIENT_DAMPING = 1e-5, 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedSVD:
-    """The factors of a matrix, ordered by what they are worth."""
+    """The factors of a matrix, the most valuable first."""
 
     left: Tensor
     """(m, k), R⁻ᵀ U."""
@@ -44,11 +44,11 @@ class WeightedSVD:
     energy: float
     """‖Rᵀ W L‖², the sum of all squared singular values."""
     scale: float
-    """What turns the energy that a cut loses into its cost per token."""
+    """Converts the energy that a lower rank loses into its cost per token."""
     tokens: int = 0
     """The number of tokens of the calibration data, over all ranks."""
     seconds: float = 0.0
-    """What it took: this matrix' share of a pass over the data, and its decomposition."""
+    """The time for this matrix: its share of a pass over the data, and its decomposition."""
 
     def to(self, device: torch.device) -> WeightedSVD:
         return replace(self, **{key: getattr(self, key).to(device) for key in ("left", "values", "right")})
@@ -67,6 +67,7 @@ class WeightedSVD:
 
     def parameters(self, rank: int, sigma: Sigma) -> dict[str, Tensor]:
         """Return the parameters of a LowRankLinear with this product, whose own SVD scales both sides."""
+        # The weighted factors are not orthogonal. After QR on both sides the SVD is that of a (rank, rank) matrix.
         inputs, inner = torch.linalg.qr(self.right[:rank].T.double())
         outputs, outer = torch.linalg.qr((self.left[:, :rank] * self.values[:rank]).double())
         u, s, vh = torch.linalg.svd(inner @ outer.T)
@@ -74,13 +75,13 @@ class WeightedSVD:
         return low_rank_values(u.float(), s.float(), vh.float(), sigma)
 
     def costs(self) -> list[float]:
-        """Return, for each rank from 0 to k, what it costs per token to cut this matrix alone to the rank.
+        """Return, for each rank from 0 to k, the cost per token of lowering this matrix alone to the rank.
 
         With gradients the cost is the predicted increase of the loss in nats, without them half the squared error of
         the outputs.
         """
-        kept = torch.nn.functional.pad(self.values.double().square().cumsum(0), (1, 0))
-        costs: list[float] = ((self.energy - kept).clamp(min=0.0) * self.scale).tolist()
+        energies = torch.nn.functional.pad(self.values.double().square().cumsum(0), (1, 0))
+        costs: list[float] = ((self.energy - energies).clamp(min=0.0) * self.scale).tolist()
         return costs
 
 
@@ -123,11 +124,11 @@ def damped(moment: Tensor, damping: float) -> tuple[Tensor, Tensor]:
             "the calibration data give a matrix no input or no gradient at all: name other data, or leave weighting out"
         )
     while True:
-        found = exact.clone()
-        found.diagonal().add_(damping * mean)
-        root, info = torch.linalg.cholesky_ex(found)
+        positive = exact.clone()
+        positive.diagonal().add_(damping * mean)
+        root, info = torch.linalg.cholesky_ex(positive)
         if not info:
-            return found, root
+            return positive, root
         # The rounding of fp32 sums follows the strongest direction, which may be far above the mean.
         damping *= 10
 
@@ -140,9 +141,9 @@ class Weighted:
     """Rank by the name of the linear in the base model; all other linears stay dense."""
     factors: Mapping[str, WeightedSVD]
     predicted_loss: float
-    """The sum of the costs of all cuts, per token; see `WeightedSVD.costs`."""
+    """The sum of the costs of all lowered ranks, per token; see `WeightedSVD.costs`."""
     others: Mapping[str, WeightedKronecker | WeightedTable] = field(default_factory=dict)
-    """The factors of all else by its name in the base model: Kronecker products, and a low-rank token embedding."""
+    """Other factors by the name in the base model: Kronecker products, and a low-rank token embedding."""
     held_out: Mapping[str, float] = field(default_factory=dict)
     """The divergence from the teacher on data that the calibration did not see, by allocation; empty if not checked."""
 
@@ -153,19 +154,19 @@ class Weighted:
     @property
     def tokens(self) -> int:
         """The number of tokens of the calibration data, over all ranks."""
-        return max((each.tokens for each in self._all()), default=0)
+        return max((factors.tokens for factors in self._iterate()), default=0)
 
-    def _all(self) -> Iterator[WeightedSVD | WeightedKronecker | WeightedTable]:
+    def _iterate(self) -> Iterator[WeightedSVD | WeightedKronecker | WeightedTable]:
         return chain(self.factors.values(), self.others.values())
 
     @property
     def seconds(self) -> float:
-        """What it took to measure all matrices and to decompose them, now or when they were kept."""
-        return sum(each.seconds for each in self.factors.values())
+        """The time to measure all matrices and to decompose them, now or when their factors were saved."""
+        return sum(svd.seconds for svd in self.factors.values())
 
     def warning(self) -> str | None:
         """Return a warning if the data cannot fill the widest matrix; None if they can."""
-        widest = max((each.widest for each in self._all()), default=0)
+        widest = max((factors.widest for factors in self._iterate()), default=0)
         if self.tokens >= widest:
             return None
         return (
@@ -179,35 +180,35 @@ class Weighted:
 
         The ranks go from 0 to the largest that was decomposed, ever further apart.
         """
-        found = {}
-        for name, each in self.factors.items():
-            costs = each.costs()
+        spectra = {}
+        for name, svd in self.factors.items():
+            costs = svd.costs()
             ranks = np.unique(np.geomspace(1, len(costs), min(points, len(costs))).round().astype(int)) - 1
-            found[name] = {"shape": list(each.shape), "costs": [[rank, costs[rank]] for rank in ranks.tolist()]}
-        return found
+            spectra[name] = {"shape": list(svd.shape), "costs": [[rank, costs[rank]] for rank in ranks.tolist()]}
+        return spectra
 
     def with_ranks(self, ranks: Mapping[str, int]) -> Weighted:
         """Return the same factors with other ranks."""
-        loss = sum(each.costs()[ranks[name]] for name, each in self.factors.items() if name in ranks)
-        loss += sum(each.cost for each in self.others.values())
+        loss = sum(svd.costs()[ranks[name]] for name, svd in self.factors.items() if name in ranks)
+        loss += sum(factors.cost for factors in self.others.values())
         return replace(self, ranks=ranks, predicted_loss=loss)
 
     def corrected(self, costs: Mapping[str, float]) -> Weighted:
-        """Return the same cuts where each costs what `cut_costs` measured; other ranks cost in proportion."""
+        """Return the same ranks at the costs that `cut_costs` measured; other ranks of a matrix cost in proportion."""
         predicted = {name: self.factors[name].costs()[self.ranks[name]] for name in costs}
-        by = {name: costs[name] / cost for name, cost in predicted.items() if cost > 0 and costs[name] > 0}
-        return replace(self, factors=Rescaled(self.factors, by)).with_ranks(self.ranks)
+        ratios = {name: costs[name] / cost for name, cost in predicted.items() if cost > 0 and costs[name] > 0}
+        return replace(self, factors=Rescaled(self.factors, ratios)).with_ranks(self.ranks)
 
 
 class Rescaled(Mapping[str, WeightedSVD]):
-    """Factors whose costs are multiplied; each matrix is read from `factors` when it is asked for."""
+    """Factors whose costs are multiplied by a ratio; a matrix is read from `factors` on access."""
 
-    def __init__(self, factors: Mapping[str, WeightedSVD], by: Mapping[str, float]) -> None:
-        self._factors, self._by = factors, by
+    def __init__(self, factors: Mapping[str, WeightedSVD], ratios: Mapping[str, float]) -> None:
+        self._factors, self._ratios = factors, ratios
 
     def __getitem__(self, name: str) -> WeightedSVD:
-        found = self._factors[name]
-        return replace(found, scale=found.scale * self._by.get(name, 1.0))
+        svd = self._factors[name]
+        return replace(svd, scale=svd.scale * self._ratios.get(name, 1.0))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._factors)
@@ -247,18 +248,20 @@ def allocate(
         multiple: ranks are multiples of this number.
         form: the form of the factors.
     """
-    options = {name: _options(each, multiple, form) for name, each in factors.items()}
+    options = {name: _list_options(svd, multiple, form) for name, svd in factors.items()}
     chosen = dict.fromkeys(options, 0)
     spent = sum(steps[0][0] for steps in options.values())
-    heap = [step for name in options for step in _steps(options[name], 0, name)]
+    heap = [step for name in options for step in _list_steps(options[name], 0, name)]
     heapq.heapify(heap)
     while heap:
-        _, name, before, number = heapq.heappop(heap)
-        price = options[name][number][0] - options[name][before][0]
-        if before != chosen[name] or spent + price > budget:
+        _, name, start, number = heapq.heappop(heap)
+        price = options[name][number][0] - options[name][start][0]
+        # An entry from before an earlier step of its matrix is outdated; one that exceeds the budget now never fits
+        # later.
+        if start != chosen[name] or spent + price > budget:
             continue
         spent, chosen[name] = spent + price, number
-        for step in _steps(options[name], number, name):
+        for step in _list_steps(options[name], number, name):
             heapq.heappush(heap, step)
     return {name: options[name][number][2] for name, number in chosen.items()}
 
@@ -267,7 +270,7 @@ _Options = list[tuple[int, float, int | None]]
 """(parameters, predicted loss, rank or None for dense) of a matrix, by rising parameters."""
 
 
-def _options(factors: WeightedSVD, multiple: int, form: Form) -> _Options:
+def _list_options(factors: WeightedSVD, multiple: int, form: Form) -> _Options:
     m, n = factors.shape
     costs = factors.costs()
     largest = min(largest_rank(m, n, form), len(factors.values))
@@ -275,8 +278,8 @@ def _options(factors: WeightedSVD, multiple: int, form: Form) -> _Options:
     return [*((factor_params(m, n, rank, form), costs[rank], rank) for rank in ranks), (m * n, 0.0, None)]
 
 
-def _steps(options: _Options, chosen: int, name: str) -> list[tuple[float, str, int, int]]:
-    """The steps from a choice as (negative saving per parameter, name, choice, next choice).
+def _list_steps(options: _Options, chosen: int, name: str) -> list[tuple[float, str, int, int]]:
+    """List the steps from a choice as (negative saving per parameter, name, choice, next choice).
 
     The savings of plain ranks fall from step to step, so only the next rank and the dense matrix can be the best step.
     Those of pivoted ranks fall a little less near the full rank, where a rank costs fewer parameters.

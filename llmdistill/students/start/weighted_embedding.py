@@ -82,9 +82,9 @@ def measure_table(
         passes=Passes(rounds=rounds, what="Calibrating the embedding"),
     )
     if reduce is not None:
-        for each in (sums.tokens, *sums.sums.values()):
-            reduce(each)
-    tokens = sums.counted(("the inputs or gradients of the token embedding", each) for each in sums.sums.values())
+        for tensor in (sums.tokens, *sums.sums.values()):
+            reduce(tensor)
+    tokens = sums.counted(("the inputs or gradients of the token embedding", tensor) for tensor in sums.sums.values())
     return TableMoments(**sums.sums, tokens=tokens)
 
 
@@ -99,22 +99,22 @@ class _TableSums(HookSums):
         self.sums = {"counts": torch.zeros(vocabulary, device=device)}
         if gradients:
             self.sums["gradients"] = torch.zeros(width, width, device=device)
-        self.handles = [table.register_forward_hook(self._look_up)]
+        self.handles = [table.register_forward_hook(self._add_lookups)]
         for head in tied_heads(model, name)[:1]:
             self.sums["head_inputs"] = torch.zeros(width, width, device=device)
             if gradients:
                 self.sums["head_outputs"] = torch.zeros(vocabulary, device=device)
-            self.handles.append(model.get_submodule(head).register_forward_pre_hook(self._head))
+            self.handles.append(model.get_submodule(head).register_forward_pre_hook(self._add_head_inputs))
 
-    def _look_up(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    def _add_lookups(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         self.check("", inputs[0][..., None])
         counts = self.sums["counts"]
         counts += torch.bincount(self.rows(inputs[0][..., None])[:, 0], minlength=len(counts))
-        return graded(output, lambda each: self._add("gradients", self.rows(each))) if self._gradients else None
+        return graded(output, lambda gradient: self._add("gradients", self.rows(gradient))) if self._gradients else None
 
-    def _head(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def _add_head_inputs(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         rows_NK, mask_N = inputs[0].detach().flatten(0, 1), self.mask.flatten()
-        # A head that is taken over has the rows of the real tokens alone, also in a pass that does not count.
+        # A head that runs in chunks gets the rows of the real tokens alone, even in a pass that does not count.
         if mask_N.any():
             self._add("head_inputs", rows_NK[mask_N] if len(rows_NK) == len(mask_N) else rows_NK)
 
@@ -148,7 +148,7 @@ class WeightedTable:
     right: Tensor
     """B (k, d)."""
     cost: float
-    """What the cut costs per token; see `factorize.weighted.WeightedSVD.costs`."""
+    """The cost of the lower rank per token; see `students.start.weighted.WeightedSVD.costs`."""
     tokens: int
     """The number of tokens of the calibration data."""
 
@@ -177,7 +177,7 @@ def weighted_table(table: Tensor, moments: TableMoments, rank: int) -> WeightedT
         UserError: the moments have no entry over 0.
     """
     exact = table.double()
-    forms = _forms(exact, moments)
+    forms = _make_forms(exact, moments)
     # The product of row and column weights that has the row sums and the mean matrix of the sum of the forms.
     scales = [form.columns.diagonal().mean() for form in forms]
     totals = [form.rows.sum() for form in forms]
@@ -194,17 +194,17 @@ def weighted_table(table: Tensor, moments: TableMoments, rank: int) -> WeightedT
     return WeightedTable(left=a.float(), right=b.float(), cost=cost, tokens=moments.tokens)
 
 
-def _forms(table: Tensor, moments: TableMoments) -> list[_Form]:
-    """The damped forms for a table in fp64: that of the lookups, and that of the tied head if there is one."""
+def _make_forms(table: Tensor, moments: TableMoments) -> list[_Form]:
+    """Return the damped forms for a table in fp64: one for the lookups, and one for a tied head."""
     vocabulary, width = table.shape
     ones, identity = table.new_ones(vocabulary), torch.eye(width, dtype=table.dtype, device=table.device)
 
     def damped_rows(weights: Tensor) -> Tensor:
-        exact = _positive(weights.to(table))
+        exact = _check_positive(weights.to(table))
         return exact + ROW_DAMPING * exact.mean()
 
     def damped_columns(moment: Tensor) -> Tensor:
-        return ridged(_positive(moment.to(table)), COLUMN_DAMPING)
+        return ridged(_check_positive(moment.to(table)), COLUMN_DAMPING)
 
     lookups = damped_rows(moments.counts)
     if moments.head_inputs is None:
@@ -212,11 +212,11 @@ def _forms(table: Tensor, moments: TableMoments) -> list[_Form]:
     inputs = damped_columns(moments.head_inputs)
     if moments.gradients is not None and moments.head_outputs is not None:
         return [_Form(lookups, damped_columns(moments.gradients)), _Form(damped_rows(moments.head_outputs), inputs)]
-    of_lookups, of_head = _Form(lookups, identity), _Form(ones, inputs)
-    return [of_lookups, _Form(of_lookups.of(table) / of_head.of(table) * ones, inputs)]
+    lookup_form, head_form = _Form(lookups, identity), _Form(ones, inputs)
+    return [lookup_form, _Form(lookup_form.of(table) / head_form.of(table) * ones, inputs)]
 
 
-def _positive(moment: Tensor) -> Tensor:
+def _check_positive(moment: Tensor) -> Tensor:
     if not moment.abs().sum() > 0:
         raise UserError(
             "the calibration data give the token embedding no token or no gradient at all: name other data, or leave "
@@ -226,22 +226,22 @@ def _positive(moment: Tensor) -> Tensor:
 
 
 def _alternate(table: Tensor, forms: list[_Form], b: Tensor) -> tuple[Tensor, Tensor]:
-    """Alternating least squares for the sum of two forms, from B; no half-step makes the cost larger."""
+    """Minimize the sum of two forms by alternating least squares, from B on; no half-step raises the cost."""
     # Scaled so that both matrices have the same trace, because their sum is decomposed.
-    (one, g), (other, c) = ((form.rows * form.columns.trace(), form.columns / form.columns.trace()) for form in forms)
-    outer, of_columns = _common_basis(g, c)
+    (p, g), (q, c) = ((form.rows * form.columns.trace(), form.columns / form.columns.trace()) for form in forms)
+    outer, column_shares = _diagonalize_both(g, c)
     energy = sum(form.of(table) for form in forms)
     before = energy
     for _ in range(ROUNDS):
-        # Row v of A solves A_v (one_v B G Bᵀ + other_v B C Bᵀ) = E_v (one_v G + other_v C) Bᵀ.
-        basis, shares = _common_basis(b @ g @ b.T, b @ c @ b.T)
-        rows = one[:, None] * (table @ (g @ b.T @ basis)) + other[:, None] * (table @ (c @ b.T @ basis))
-        a = rows / (one[:, None] * (1 - shares) + other[:, None] * shares) @ basis.T
-        # B solves P B G + Q B C = Y, with P = Aᵀ one A, Q = Aᵀ other A.
-        by_one, by_other = (one[:, None] * a).T, (other[:, None] * a).T
-        basis, shares = _common_basis(by_one @ a, by_other @ a)
-        right = (by_one @ table) @ g + (by_other @ table) @ c
-        divisors = (1 - shares)[:, None] * (1 - of_columns) + shares[:, None] * of_columns
+        # Row v of A solves A_v (p_v B G Bᵀ + q_v B C Bᵀ) = E_v (p_v G + q_v C) Bᵀ.
+        basis, shares = _diagonalize_both(b @ g @ b.T, b @ c @ b.T)
+        rows = p[:, None] * (table @ (g @ b.T @ basis)) + q[:, None] * (table @ (c @ b.T @ basis))
+        a = rows / (p[:, None] * (1 - shares) + q[:, None] * shares) @ basis.T
+        # B solves P B G + Q B C = Y, with P = Aᵀ diag(p) A, Q = Aᵀ diag(q) A.
+        weighted_p, weighted_q = (p[:, None] * a).T, (q[:, None] * a).T
+        basis, shares = _diagonalize_both(weighted_p @ a, weighted_q @ a)
+        right = (weighted_p @ table) @ g + (weighted_q @ table) @ c
+        divisors = (1 - shares)[:, None] * (1 - column_shares) + shares[:, None] * column_shares
         b = basis @ (basis.T @ right @ outer / divisors) @ outer.T
         cost = energy - float((right * b).sum())  # B is the minimum for this A
         if cost > before * (1 - LEAST_GAIN):
@@ -250,10 +250,11 @@ def _alternate(table: Tensor, forms: list[_Form], b: Tensor) -> tuple[Tensor, Te
     return a, b
 
 
-def _common_basis(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """X and λ from 0 to 1 with Xᵀ (one + other) X = 1 and Xᵀ other X = diag(λ), so that Xᵀ one X = diag(1 − λ)."""
-    root = torch.linalg.cholesky(ridged(one + other, _RIDGE))
-    half = torch.linalg.solve_triangular(root, other, upper=False)
+def _diagonalize_both(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return X and λ from 0 to 1 with Xᵀ (P + Q) X = 1 and Xᵀ Q X = diag(λ), so that Xᵀ P X = diag(1 − λ)."""
+    root = torch.linalg.cholesky(ridged(p + q, _RIDGE))
+    half = torch.linalg.solve_triangular(root, q, upper=False)
     whitened = torch.linalg.solve_triangular(root, half.T, upper=False)
+    # eigh reads one triangle; the mean removes the asymmetry that two triangular solves leave.
     shares, vectors = torch.linalg.eigh((whitened + whitened.T) / 2)
     return torch.linalg.solve_triangular(root.T, vectors, upper=True), shares.clamp(0.0, 1.0)

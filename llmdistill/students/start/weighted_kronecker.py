@@ -39,7 +39,7 @@ class WeightedKronecker:
     b: Tensor
     """B (sums, m2, n2)."""
     cost: float
-    """What the approximation costs per token; see `factorize.weighted.WeightedSVD.costs`."""
+    """The cost of the approximation per token; see `students.start.weighted.WeightedSVD.costs`."""
     tokens: int
     """The number of tokens of the calibration data."""
 
@@ -53,8 +53,8 @@ class WeightedKronecker:
     def parameters(self, shape: KroneckerShape, _sigma: Sigma) -> dict[str, Tensor]:
         """Return the parameters of a KroneckerLinear; the two factors of a product have the same norm."""
         assert tuple(shape) == (*self.a.shape[1:], len(self.a)), (shape, self.a.shape)
-        of_a, of_b = (each.flatten(1).norm(dim=1).clamp(min=1e-30)[:, None, None] for each in (self.a, self.b))
-        return {"A": self.a * (of_b / of_a).sqrt(), "B": self.b * (of_a / of_b).sqrt()}
+        norm_a, norm_b = (factor.flatten(1).norm(dim=1).clamp(min=1e-30)[:, None, None] for factor in (self.a, self.b))
+        return {"A": self.a * (norm_b / norm_a).sqrt(), "B": self.b * (norm_a / norm_b).sqrt()}
 
 
 def weighted_kronecker(weight: Tensor, moments: Moments, shape: KroneckerShape) -> WeightedKronecker:
@@ -75,23 +75,24 @@ def weighted_kronecker(weight: Tensor, moments: Moments, shape: KroneckerShape) 
         return product if outputs is None else outputs @ product
 
     m2, _ = second_factor(weight.shape[0], weight.shape[1], shape)
+    # Without gradients G is the identity, which is the product of two identities exactly.
     identity = partial(torch.eye, dtype=exact.dtype, device=exact.device)
-    of_outputs = (identity(shape.m1), identity(m2)) if outputs is None else _nearest(outputs, shape.m1)
-    of_inputs = _nearest(inputs, shape.n1)
-    sides, swapped = (of_outputs, of_inputs), (of_outputs[::-1], of_inputs[::-1])
-    guesses = (nearest_kronecker(exact, shape), _nearest_in(sides, exact, shape))
-    errors = ((a, b, exact - _sum_of_products(a, b)) for a, b in guesses)
+    output_sides = (identity(shape.m1), identity(m2)) if outputs is None else _find_nearest_product(outputs, shape.m1)
+    input_sides = _find_nearest_product(inputs, shape.n1)
+    sides, swapped = (output_sides, input_sides), (output_sides[::-1], input_sides[::-1])
+    guesses = (nearest_kronecker(exact, shape), _guess_by_whitening(sides, exact, shape))
+    errors = ((a, b, exact - _sum_products(a, b)) for a, b in guesses)
     states = (_State(a=a, b=b, error=error, image=metric(error), metric=metric) for a, b, error in errors)
-    found = min(states, key=lambda state: state.cost)
-    cost = found.cost
+    best = min(states, key=lambda state: state.cost)
+    cost = best.cost
     for _ in range(ROUNDS):
-        found = _improved(_improved(found, sides).swapped(), swapped).swapped()
-        if found.cost > cost * (1 - LEAST_GAIN):
+        best = _improve(_improve(best, sides).swapped(), swapped).swapped()
+        if best.cost > cost * (1 - LEAST_GAIN):
             break
-        cost = found.cost
+        cost = best.cost
     power = 1 if moments.gradients is None else 2
     return WeightedKronecker(
-        a=found.a.float(), b=found.b.float(), cost=found.cost / (2 * moments.tokens**power), tokens=moments.tokens
+        a=best.a.float(), b=best.b.float(), cost=best.cost / (2 * moments.tokens**power), tokens=moments.tokens
     )
 
 
@@ -118,32 +119,32 @@ class _State:
         return float((self.error * self.image).sum())
 
     def swapped(self) -> _State:
-        """The same with A and B exchanged, so that what changes A changes B."""
+        """Return the state with A and B exchanged, so that code that improves A improves B."""
         return replace(self, a=self.b, b=self.a, a_first=not self.a_first)
 
     def product(self, a: Tensor) -> Tensor:
         """Σ a_i ⊗ B_i, (m, n)."""
-        return _sum_of_products(a, self.b) if self.a_first else _sum_of_products(self.b, a)
+        return _sum_products(a, self.b) if self.a_first else _sum_products(self.b, a)
 
     def contracted(self, image: Tensor) -> Tensor:
-        """The adjoint of `product`: (m, n) -> the shape of A."""
+        """Apply the adjoint of `product`: (m, n) -> the shape of A."""
         (_, m1, n1), (_, m2, n2) = self.a.shape, self.b.shape
         if self.a_first:
             return torch.einsum("ikjl,skl->sij", image.reshape(m1, m2, n1, n2), self.b)
         return torch.einsum("kilj,skl->sij", image.reshape(m2, m1, n2, n1), self.b)
 
 
-def _improved(state: _State, sides: _Sides) -> _State:
-    """Conjugate gradients on the least squares problem of A for this B; each step lowers the cost."""
+def _improve(state: _State, sides: _Sides) -> _State:
+    """Improve A for this B by conjugate gradients on the least squares problem; each step lowers the cost."""
     # The preconditioner is the inverse of the normal equations' matrix if the moments were their nearest products:
     # S ⊗ G_a ⊗ C_a with S_ij = tr(B_iᵀ G_b B_j C_b).
     (g_a, g_b), (c_a, c_b) = sides
     s = torch.einsum("ikl,jkl->ij", state.b, g_b @ state.b @ c_b)
-    of_sums, left, right = (torch.linalg.cholesky(ridged(factor, _RIDGE)) for factor in (s, g_a, c_a))
+    sums_root, left_root, right_root = (torch.linalg.cholesky(ridged(factor, _RIDGE)) for factor in (s, g_a, c_a))
 
     def solve(residual: Tensor) -> Tensor:
-        mixed = torch.cholesky_solve(residual.flatten(1), of_sums).reshape(residual.shape)
-        return torch.cholesky_solve(torch.cholesky_solve(mixed, left).mT, right).mT
+        mixed = torch.cholesky_solve(residual.flatten(1), sums_root).reshape(residual.shape)
+        return torch.cholesky_solve(torch.cholesky_solve(mixed, left_root).mT, right_root).mT
 
     a, error, image = state.a, state.error, state.image
     residual = state.contracted(image)
@@ -151,12 +152,12 @@ def _improved(state: _State, sides: _Sides) -> _State:
     size = float((residual * direction).sum())
     for _ in range(STEPS):
         moved = state.product(direction)
-        bent = state.metric(moved)
-        curvature = float((moved * bent).sum())
+        weighted = state.metric(moved)
+        curvature = float((moved * weighted).sum())
         if not (size > 0 and curvature > 0):  # A is the solution already
             break
         step = size / curvature
-        a, error, image = a + step * direction, error - step * moved, image - step * bent
+        a, error, image = a + step * direction, error - step * moved, image - step * weighted
         residual = state.contracted(image)
         scaled = solve(residual)
         before, size = size, float((residual * scaled).sum())
@@ -164,9 +165,9 @@ def _improved(state: _State, sides: _Sides) -> _State:
     return replace(state, a=a, error=error, image=image)
 
 
-def _nearest_in(sides: _Sides, weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Tensor]:
-    """The best factors if the moments were their nearest products, by whitening W with these."""
-    (r_a, r_b), (l_a, l_b) = (tuple(torch.linalg.cholesky(ridged(each, _RIDGE)) for each in pair) for pair in sides)
+def _guess_by_whitening(sides: _Sides, weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Tensor]:
+    """Return the factors that would be best if the moments were their nearest products, by whitening W with these."""
+    (r_a, r_b), (l_a, l_b) = (tuple(torch.linalg.cholesky(ridged(factor, _RIDGE)) for factor in pair) for pair in sides)
     blocks = weight.reshape(shape.m1, len(r_b), shape.n1, len(l_b))
     whitened = torch.einsum("ikjl,ip,kq,jr,lt->pqrt", blocks, r_a, r_b, l_a, l_b).reshape(weight.shape)
 
@@ -178,14 +179,15 @@ def _nearest_in(sides: _Sides, weight: Tensor, shape: KroneckerShape) -> tuple[T
     return unwhitened(a, r_a, l_a), unwhitened(b, r_b, l_b)
 
 
-def _nearest(moment: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """The nearest product of a positive matrix, of which the first factor is (side, side); both are positive too."""
+def _find_nearest_product(moment: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Return the Kronecker product nearest to a positive matrix: two positive factors, the first one (side, side)."""
     a, b = nearest_kronecker(moment, KroneckerShape(side, side))
     sign = a[0].trace().sign()
-    first, second = ((each[0] + each[0].T) * (sign / 2) for each in (a, b))
+    # Both factors may come out negative, as the signs cancel, and not quite symmetric; Cholesky needs positive ones.
+    first, second = ((factor[0] + factor[0].T) * (sign / 2) for factor in (a, b))
     return first, second
 
 
-def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
+def _sum_products(a: Tensor, b: Tensor) -> Tensor:
     (_, m1, n1), (_, m2, n2) = a.shape, b.shape
     return torch.einsum("sij,skl->ikjl", a, b).reshape(m1 * m2, n1 * n2)
