@@ -1,4 +1,4 @@
-"""The attention function that is registered in transformers, and the two uses of it: a tap and a mask mode."""
+"""The attention function that is registered in transformers, and its two applications: a tap and a mask mode."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ATTENTION_NAME = "llmdistill_taps"
 """Name under which the tapping attention function is registered in transformers."""
 
 GIVEN_MASK = "llmdistill_given_mask"
-"""Name under which the same function is registered without a mask function. transformers then passes on the mask that
-it is given, or none, and does not look at the values of masks and position ids, for which the host would wait."""
+"""Name under which the same function is registered without a mask function. transformers then passes on the mask among
+its arguments, or none, and does not read the values of masks and position ids, for which the host would wait."""
 
 _SINK = "_llmdistill_sink"
 """Attribute of a tapped attention module that holds the recording function, so that both have the same lifetime."""
@@ -70,7 +70,7 @@ class AttentionTap:
 
 
 class MaskMode:
-    """Switches a model between the attention mask that transformers makes and the one that the model is given."""
+    """Switches a model between the attention mask that transformers makes and the mask among its arguments."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Leave the model as it is."""
@@ -78,12 +78,13 @@ class MaskMode:
         self._own: str | None = None
         """The attention implementation to return to."""
         self.is_given = False
-        """Whether the next forward pass shall use the mask that it is given."""
+        """Whether the next forward pass uses the mask among its arguments."""
 
     def give(self) -> None:
-        """Use the mask that the model is given, or none, from now on."""
+        """Use the mask among the model's arguments, or none, from now on."""
         AttentionInterface.register(GIVEN_MASK, _tapping_attention)
         self._own = self._own or self._model.config._attn_implementation
+        # Written to the config: set_attn_implementation walks all modules, and this runs in every step.
         self._model.config._attn_implementation = GIVEN_MASK
         self.is_given = True
 

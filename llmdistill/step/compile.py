@@ -49,10 +49,10 @@ def compile_layers(recorder: Recorder, *, backend: str = "inductor") -> None:
     for layer in layers_of(recorder.model):
         assert "forward" not in vars(layer), "the layers are compiled already"
         # The method is set on the instance, so that the hooks around the call are kept.
-        layer.forward = _compiled(layer, recorder, backend)
+        layer.forward = _compile_layer(layer, recorder, backend)
 
 
-def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..., Any]:
+def _compile_layer(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..., Any]:
     original = cast("Callable[..., Any]", layer.forward)
     function = type(layer).forward
     # Since about 5.2 transformers wraps the forward function in activation checkpointing; earlier releases wrap the
@@ -60,14 +60,14 @@ def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..
     checkpoints = function.__code__.co_name == "forward_with_checkpointing"
     plain = (vars(function)["__wrapped__"] if checkpoints else function).__get__(layer)
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def trace_layer(*args: Any, **kwargs: Any) -> Any:
         return recorder.collecting(plain, *args, **kwargs)
 
     # torch limits the number of graphs per code object, so each layer gets its own code object.
-    own = FunctionType(traced.__code__.replace(), globals(), "layer", None, traced.__closure__)
-    compiled = torch.compile(own, backend=backend)
+    layer_function = FunctionType(trace_layer.__code__.replace(), globals(), "layer", None, trace_layer.__closure__)
+    compiled = torch.compile(layer_function, backend=backend)
 
-    def run(hidden_BTW: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run_compiled(hidden_BTW: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Only sizes that change are marked: with `dynamic=True` for all of them, compilation takes four times as long.
         sizes = hidden_BTW.shape[:2]
         for dim in (0, 1):
@@ -85,9 +85,9 @@ def _compiled(layer: nn.Module, recorder: Recorder, backend: str) -> Callable[..
             return original(*args, **kwargs)
         if checkpoints and layer.training and getattr(layer, "gradient_checkpointing", False):
             checkpoint = cast("Callable[..., Any]", layer._gradient_checkpointing_func)
-            result, collected = checkpoint(partial(run, **kwargs), *args)
+            result, collected = checkpoint(partial(run_compiled, **kwargs), *args)
         else:
-            result, collected = run(*args, **kwargs)
+            result, collected = run_compiled(*args, **kwargs)
         recorder.keep(collected)
         return result
 

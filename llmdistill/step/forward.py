@@ -1,4 +1,4 @@
-"""The forward pass that the trainer calls: takes a batch and returns logits and taps, or losses."""
+"""The forward pass that the trainer calls with a batch; it returns logits and taps, or losses."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class TappedModel:
     With DeepSpeed, the forward pass is that of the engine: calling the module directly would bypass the engine's hooks.
     The recorder is installed on the engine's module.
 
-    Token losses take the shortcut through the last linear of the LM head, so that the logits of a batch are never there
-    at once. It is right only if the logits are the output of this linear. So an architecture without an entry in
-    `families`, and one whose config has a factor or a cap, starts with its own logits, and `step.own_loss` looks
-    which way is right for a model.
+    Token losses take the shortcut through the last linear of the LM head, so that the logits of a batch are never in
+    memory at once. This is right only if the logits are the output of this linear. So an architecture without an entry
+    in `families`, and one whose config has a factor or a cap, starts with its own logits, and `step.own_loss` finds out
+    which of the two is right for a model.
     """
 
     shortcut: bool
@@ -91,35 +91,37 @@ class TappedModel:
     def own_logits(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Return the logits (B, T, V), and the outputs of the last linear of the LM head, without taps."""
         with self._head.watched() as outputs:
-            logits, _ = self._head_outputs(self._run(batch), batch)
+            logits, _ = self._split_outputs(self._run(batch), batch)
         assert logits is not None, "the model has no language-model head"
         return logits, outputs
 
     def through_head(
-        self, batch: Batch, use: Callable[[HeadInputs], Tensor], place: Positions = "labels"
+        self, batch: Batch, compute: Callable[[HeadInputs], Tensor], place: Positions = "labels"
     ) -> Tensor | None:
-        """Run the model without taps; `use` gets the LM head's inputs at these positions, and its result is returned.
+        """Run the model without taps; return the result of `compute` on the LM head's inputs at these positions.
 
-        It comes as the logits of the model's own output, so that ZeRO-3 gathers parameters in the backward pass.
+        The result passes through the model's own output in place of the logits, so that ZeRO-3 gathers parameters in
+        the backward pass.
         """
         batch = batch.with_label_rows(shift=self.shift)
-        with self._rows(batch, (place,), use):
-            return self._head_outputs(self._run(batch), batch)[0]
+        with self._restrict_head(batch, (place,), compute):
+            return self._split_outputs(self._run(batch), batch)[0]
 
-    def look(self, batch: Batch, use: Callable[[HeadInputs], None]) -> None:
-        """Run the model without taps; `use` gets the LM head's inputs at the labels, or there the logits."""
+    def look(self, batch: Batch, inspect: Callable[[HeadInputs], None]) -> None:
+        """Run the model without taps; `inspect` gets the LM head's inputs at the labels, or the logits there."""
         batch = batch.with_label_rows(shift=self.shift)
 
-        def seen(head: HeadInputs) -> Tensor:
-            use(head)
+        def inspect_head(head: HeadInputs) -> Tensor:
+            inspect(head)
             return head.rows
 
-        logits = self.through_head(batch, seen)
+        logits = self.through_head(batch, inspect_head)
         if not self.shortcut and logits is not None:
-            use(_logit_rows(logits, batch, ("labels",)))
+            inspect(_select_logits(logits, batch, ("labels",)))
 
     def without_engine(self) -> TappedModel:
         """Return the same model and taps with a forward pass that calls the model itself."""
+        # The hooks and the head belong to the model, so that a shallow copy shares them.
         bare = copy.copy(self)
         bare._forward = self.model
         return bare
@@ -129,7 +131,7 @@ class TappedModel:
         batch = batch.with_label_rows(shift=self.shift)
         with self._recorder.recording(visible_until=batch.visible_until):
             result = self._run(batch)
-        logits, sequences = self._head_outputs(result, batch)
+        logits, sequences = self._split_outputs(result, batch)
         return Outputs(
             logits=None if logits is None else logits[..., : self._vocabulary],
             taps=self._recorder.take(),
@@ -137,23 +139,26 @@ class TappedModel:
         )
 
     def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
-        """Run the teacher on a batch; returns taps and the LM head's inputs at these kinds of positions."""
+        """Run the teacher on a batch; return taps and the LM head's inputs at these kinds of positions."""
         batch = batch.with_label_rows(shift=self.shift)
-        kept: list[HeadInputs] = []
+        head_inputs: list[HeadInputs] = []
 
-        def keep(head: HeadInputs) -> Tensor:
-            kept.append(head)
+        def keep_inputs(head: HeadInputs) -> Tensor:
+            head_inputs.append(head)
             return head.rows
 
-        with self._recorder.recording(visible_until=batch.visible_until), self._rows(batch, lm_head, keep):
+        with (
+            self._recorder.recording(visible_until=batch.visible_until),
+            self._restrict_head(batch, lm_head, keep_inputs),
+        ):
             result = self._run(batch)
-        logits, sequences = self._head_outputs(result, batch)
+        logits, sequences = self._split_outputs(result, batch)
         if lm_head and not self.shortcut and logits is not None:
-            keep(_logit_rows(logits, batch, lm_head))
+            keep_inputs(_select_logits(logits, batch, lm_head))
         return Outputs(
             logits=None,
             taps=self._recorder.take(),
-            lm_head=by_positions(kept[0], batch, lm_head) if kept else {},
+            lm_head=by_positions(head_inputs[0], batch, lm_head) if head_inputs else {},
             sequence_logits=sequences,
         )
 
@@ -175,27 +180,31 @@ class TappedModel:
 
         # Forward pass. The terms of layers are computed as their taps arrive, and those of the LM head in place of its
         # product, so that neither the taps of all layers nor the logits of the batch are in memory at once.
-        recording = self._recorder.recording(layers.offer, visible_until=batch.visible_until)
-        with recording, self._rows(batch, head.places, head):
+        recording = self._recorder.recording(layers.compute_ready, visible_until=batch.visible_until)
+        with recording, self._restrict_head(batch, head.places, head):
             result = self._run(batch)
         self._recorder.take()
 
         # Terms of the LM head: with the shortcut the output in place of the logits is their total already.
-        total, sequences = self._head_outputs(result, batch)
+        total, sequences = self._split_outputs(result, batch)
         if head.places and not self.shortcut and total is not None:
-            total = head(_logit_rows(total, batch, head.places))
+            total = head(_select_logits(total, batch, head.places))
         if not head.places:
             # ZeRO-3 gathers parameters in the backward pass from the model's output, so the total must depend on it.
-            total = 0.0 * torch.stack([each.sum().float() for each in result.values() if torch.is_tensor(each)]).sum()
+            total = (
+                0.0 * torch.stack([tensor.sum().float() for tensor in result.values() if torch.is_tensor(tensor)]).sum()
+            )
         assert total is not None, "the student has no language-model head"
 
         # Total.
         projected = None if self._pooler is None else self._pooler.projected
         outputs = Outputs(logits=None, taps=Taps(), sequence_logits=sequences, projected=projected)
-        others = layers.sums | {term.name: term.loss(outputs, terms.teacher, batch) for term in terms.sequence_terms}
-        total = torch.stack([total, *(terms.factors[name] * loss.sum for name, loss in others.items())]).sum()
+        other_losses = layers.sums | {
+            term.name: term.loss(outputs, terms.teacher, batch) for term in terms.sequence_terms
+        }
+        total = torch.stack([total, *(terms.factors[name] * loss.sum for name, loss in other_losses.items())]).sum()
         return Losses(
-            total, {name: LossSum(loss.sum.detach(), loss.count) for name, loss in (others | head.sums).items()}
+            total, {name: LossSum(loss.sum.detach(), loss.count) for name, loss in (other_losses | head.sums).items()}
         )
 
     def remove(self) -> None:
@@ -210,28 +219,28 @@ class TappedModel:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if has_segments(config):  # teacher and student get the same batch, and only one of them may have segments
             inputs["token_type_ids"] = batch.token_type_ids
-        if self.shift or not self.makes_mask:  # few encoders have the word
+        if self.shift or not self.makes_mask:  # few encoders accept use_cache
             inputs["use_cache"] = False
         if self.makes_mask:
-            for what, remedy, needs in (
+            for feature, remedy, value in (
                 ("several sequences in a row", "set data.packing to false", batch.position_ids),
                 ("a source with its target", "take an encoder such as BERT or RoBERTa", batch.visible_until),
             ):
-                if needs is not None:  # what the model makes itself knows padding alone
+                if value is not None:  # the mask that a model makes itself covers padding alone
                     raise UserError(
-                        f"{config.model_type} makes its attention mask itself, which has no {what}: {remedy}"
+                        f"{config.model_type} makes its attention mask itself, which has no {feature}: {remedy}"
                     )
             inputs["attention_mask"] = batch.attention_mask
         else:
-            inputs |= {"attention_mask": _mask(batch, config), "position_ids": batch.position_ids}
-            inputs["sequences"] = _sequences(batch, config)
+            inputs |= {"attention_mask": _make_mask(batch, config), "position_ids": batch.position_ids}
+            inputs["sequences"] = _find_sequences(batch, config)
         masked = nullcontext() if self.makes_mask else self._recorder.given_mask()
         pooling = nullcontext() if self._pooler is None else self._pooler.pooling(batch.attention_mask)
-        with masked, pooling, nullcontext() if has_family(config) else _own_words(config):
+        with masked, pooling, nullcontext() if has_family(config) else _translate_errors(config):
             return self._forward(**{name: value for name, value in inputs.items() if value is not None})
 
-    def _rows(
-        self, batch: Batch, places: Sequence[Positions], use: Callable[[HeadInputs], Tensor]
+    def _restrict_head(
+        self, batch: Batch, places: Sequence[Positions], compute: Callable[[HeadInputs], Tensor]
     ) -> AbstractContextManager[None]:
         """Restrict the LM head to the rows at these kinds of positions, one kind after the other, or to no rows."""
         if not self.shortcut:
@@ -239,10 +248,10 @@ class TappedModel:
         if not places:
             return self._head.taken_over(batch.rows_at("labels")[:0], None)
         # A position of two kinds has two rows: to find it again among the others the host would have to wait.
-        return self._head.taken_over(torch.cat([batch.rows_at(place) for place in places]), use)
+        return self._head.taken_over(torch.cat([batch.rows_at(place) for place in places]), compute)
 
-    def _head_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The outputs of the LM head and of the head for sequences, each None if the model lacks that head."""
+    def _split_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """Return the outputs of the LM head and of the head for sequences; None for a head that the model lacks."""
         if self._pooler is not None:
             return None, self._pooler.embeddings
         if "prediction_logits" in result:
@@ -259,12 +268,13 @@ class TappedModel:
 
 
 @contextmanager
-def _own_words(config: PreTrainedConfig) -> Iterator[None]:
-    """Raise a UserError for what the code of an architecture refuses: Reformer learns from one length of rows alone."""
+def _translate_errors(config: PreTrainedConfig) -> Iterator[None]:
+    """Raise a UserError for rows that the code of an architecture refuses: Reformer accepts one length alone."""
     try:
         yield
     except (AssertionError, IndexError, NotImplementedError, TypeError, ValueError) as error:
         trace = error.__traceback__
+        # The innermost frame tells whether the code of the architecture raised the error, or ours in a hook.
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         raised_in = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
@@ -277,8 +287,8 @@ def _own_words(config: PreTrainedConfig) -> Iterator[None]:
         ) from error
 
 
-def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
-    """The attention mask of an encoder for `Recorder.given_mask`, or None if it sees all tokens; decoders have none."""
+def _make_mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
+    """Make the mask of an encoder for `Recorder.given_mask`; None if it sees all tokens, and for decoders."""
     attention_mask = batch.attention_mask
     if batch.visible_until is not None:
         return visibility_mask(attention_mask, batch.visible_until, config)
@@ -287,11 +297,11 @@ def _mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
     return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
 
 
-def _sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
-    """The sequences that a decoder's attention stays within, or None if its causality is enough.
+def _find_sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
+    """Return the sequences that a decoder's attention stays within, or None if its causality is enough.
 
-    It is enough for padding on the right: no real token comes after it, and what the padding itself computes is in no
-    loss. A sliding window that is shorter than the rows is known to `packed_attention` alone.
+    Causality is enough for padding on the right: no real token comes after it, and no loss reads the outputs of the
+    padding. Only `packed_attention` applies a sliding window that is shorter than the rows.
     """
     windows = [window for window in layer_values(config, "sliding_window") if window is not None]
     is_short = batch.input_ids.shape[1] <= min(windows, default=batch.input_ids.shape[1])
@@ -300,7 +310,7 @@ def _sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
 
 
 def visibility_mask(attention_mask: Tensor, visible_until_BT: Tensor, config: PreTrainedConfig) -> Tensor:
-    """The attention mask of tokens that see the real tokens before a position of their own; padding sees all.
+    """Make the attention mask of tokens that see the real tokens before a position of their own; padding sees all.
 
     Returns (B, 1, T, T), True where a query (third axis) can see a key.
     """
@@ -311,7 +321,7 @@ def visibility_mask(attention_mask: Tensor, visible_until_BT: Tensor, config: Pr
     return (seen_BTT | ~real_BT[:, :, None])[:, None]
 
 
-def _logit_rows(logits_BTV: Tensor, batch: Batch, places: Sequence[Positions]) -> HeadInputs:
-    """The logits at these kinds of positions, one kind after the other, in the form of inputs of an LM head."""
+def _select_logits(logits_BTV: Tensor, batch: Batch, places: Sequence[Positions]) -> HeadInputs:
+    """Select the logits at these kinds of positions, one kind after the other, in the form of inputs of an LM head."""
     rows_N = torch.cat([batch.rows_at(place) for place in places])
     return HeadInputs(logits_BTV.flatten(0, 1).index_select(0, rows_N), None, None)

@@ -28,14 +28,14 @@ class LMHead:
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the LM head of a model, if it has one, and hook into it."""
         self._rows_N: Tensor | None = None
-        self._use: Callable[[HeadInputs], Tensor] | None = None
-        self._last = _last_linear(model)
+        self._replacement: Callable[[HeadInputs], Tensor] | None = None
+        self._last = _find_last_linear(model)
         if self._last is not None:
             config = model.config
             entry = model.get_submodule(family_of(config).lm_head) if has_family(config) else self._last
-            self._handle = entry.register_forward_pre_hook(self._gather)
+            self._handle = entry.register_forward_pre_hook(self._select_rows)
             # Set on the instance, so that the hooks of DeepSpeed and peft around the call remain.
-            self._plain, self._hooked = self._last.forward, "forward" in vars(self._last)
+            self._plain_forward, self._had_own_forward = self._last.forward, "forward" in vars(self._last)
             self._last.forward = self._forward  # type: ignore[method-assign, assignment]
 
     @property
@@ -44,24 +44,26 @@ class LMHead:
         return self._last is not None
 
     @contextmanager
-    def taken_over(self, rows_N: Tensor, use: Callable[[HeadInputs], Tensor] | None) -> Iterator[None]:
+    def taken_over(self, rows_N: Tensor, replacement: Callable[[HeadInputs], Tensor] | None) -> Iterator[None]:
         """Run the LM head on some rows only, given by their (N,) flat positions b·T + t in int64.
 
-        The result of `use` on the inputs of the last linear replaces the logits; None computes the logits.
+        The result of `replacement` on the inputs of the last linear replaces the logits; None computes the logits.
         """
-        self._rows_N, self._use = rows_N, use
+        self._rows_N, self._replacement = rows_N, replacement
         try:
             yield
         finally:
-            self._rows_N = self._use = None
+            self._rows_N = self._replacement = None
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:
-        """Block in which the outputs of the last linear are added to the list that it gives."""
-        kept: list[Tensor] = []
-        handle = None if self._last is None else self._last.register_forward_hook(lambda *call: kept.append(call[-1]))
+        """Yield a list to which the outputs of the last linear are added within this block."""
+        outputs: list[Tensor] = []
+        handle = (
+            None if self._last is None else self._last.register_forward_hook(lambda *call: outputs.append(call[-1]))
+        )
         try:
-            yield kept
+            yield outputs
         finally:
             if handle is not None:
                 handle.remove()
@@ -70,32 +72,32 @@ class LMHead:
         """Restore the LM head; this object cannot be used afterwards."""
         if self._last is not None:
             self._handle.remove()
-            if self._hooked:  # a student that is scored during its training has another one of these around it
-                self._last.forward = self._plain  # type: ignore[method-assign]
+            if self._had_own_forward:  # a student that is scored during its training already has an LMHead
+                self._last.forward = self._plain_forward  # type: ignore[method-assign]
             else:
                 del self._last.forward  # the forward method of the class applies again
 
-    def _gather(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _select_rows(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._rows_N is None:
             return None
         hidden_BTW, *rest = args
         return (hidden_BTW.flatten(0, 1).index_select(0, self._rows_N)[None], *rest)
 
     def _forward(self, rows_1NK: Tensor) -> Tensor:
-        if self._use is None:
-            return cast(Tensor, self._plain(rows_1NK))
+        if self._replacement is None:
+            return cast(Tensor, self._plain_forward(rows_1NK))
         assert self._last is not None
-        return self._use(HeadInputs(rows_1NK[0], self._last.weight, self._last.bias))
+        return self._replacement(HeadInputs(rows_1NK[0], self._last.weight, self._last.bias))
 
 
 def lm_head_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """The parameters of the matrix that `HeadInputs` carries, the last of the LM head; none if there is no LM head."""
-    last = _last_linear(model)
+    """Return the parameters of the matrix in `HeadInputs`, the last one of the LM head; none without an LM head."""
+    last = _find_last_linear(model)
     return [] if last is None else list(last.parameters())
 
 
-def _last_linear(model: PreTrainedModel) -> nn.Linear | None:
-    """The last linear of the LM head: the head itself, or the second of the two linears of a factorized head."""
+def _find_last_linear(model: PreTrainedModel) -> nn.Linear | None:
+    """Find the last linear of the LM head: the head itself, or the second of the two linears of a factorized head."""
     head = model.get_output_embeddings()
     if head is None:
         return None
@@ -104,7 +106,7 @@ def _last_linear(model: PreTrainedModel) -> nn.Linear | None:
 
 
 def classifier_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The parameters of a task's head, a classifier or one for spans, by name; the pooler is part of the base model."""
+    """Return the parameters of a task's head (classifier or spans) by name; the pooler is part of the base model."""
     base = f"{model.base_model_prefix}."
     return {name: parameter for name, parameter in model.named_parameters() if not name.startswith(base)}
 
@@ -118,7 +120,7 @@ def copies_classifier(
     head: Head,
     by_default: bool,
 ) -> bool:
-    """Whether a run starts from the teacher's classifier (KroneckerBERT §3.7); never without a teacher.
+    """Return whether a run starts from the teacher's classifier (KroneckerBERT §3.7); never without a teacher.
 
     If the user's setting `wanted` is None, `by_default` decides, and shapes that differ mean no. The student's
     classifier has `num_classes` outputs; `head` is the kind of both classifiers. Raises UserError if `wanted` is True,
@@ -126,10 +128,10 @@ def copies_classifier(
     """
     if teacher is None or wanted is False or (wanted is None and not by_default):
         return False
-    shapes = _shapes(student, head, num_classes), _shapes(teacher, head)
+    shapes = _classifier_shapes(student, head, num_classes), _classifier_shapes(teacher, head)
     if wanted and shapes[0] != shapes[1]:
         student_shapes, teacher_shapes = (
-            ", ".join(f"{name} {' x '.join(map(str, size))}" for name, size in each.items()) for each in shapes
+            ", ".join(f"{name} {' x '.join(map(str, size))}" for name, size in by_name.items()) for by_name in shapes
         )
         raise UserError(
             f"data.task.copy_classifier is true: the teacher's classifier ({teacher_shapes}) is not of the shape of "
@@ -138,7 +140,9 @@ def copies_classifier(
     return shapes[0] == shapes[1]
 
 
-def _shapes(config: PreTrainedConfig, head: Head, num_classes: int | None = None) -> dict[str, tuple[int, ...]]:
+def _classifier_shapes(
+    config: PreTrainedConfig, head: Head, num_classes: int | None = None
+) -> dict[str, tuple[int, ...]]:
     if num_classes is not None:
         config = copy.deepcopy(config)
         config.num_labels = num_classes
@@ -147,7 +151,7 @@ def _shapes(config: PreTrainedConfig, head: Head, num_classes: int | None = None
 
 
 def read_classifier(path: str, head: Head) -> dict[str, Tensor]:
-    """The classifier of a fine-tuned model by parameter name, in fp32 on the CPU. Raises UserError if it has none."""
+    """Read the classifier of a fine-tuned model by parameter name, in fp32 on the CPU; raise UserError without one."""
     model = load_model(path, dtype=torch.float32, head=head)
     return {name: parameter.detach().clone() for name, parameter in classifier_parameters(model).items()}
 

@@ -22,7 +22,7 @@ def hook_modules(
     """Pass the inner tensors of modules to `record`, with aspect and layer, whenever a module runs.
 
     These are feed-forward outputs, hidden states and embeddings, and queries, keys and values where a family names
-    their projections. Elsewhere the attention function shows them (`AttentionTap`).
+    their projections. Elsewhere the attention function passes them on (`AttentionTap`).
     """
     handles = list[RemovableHandle]()
 

@@ -27,23 +27,24 @@ class LayerLosses:
         self._waiting = list(terms)
         self._teacher = teacher
         self._mask = attention_mask
-        self._came: set[Tap] = set()
+        self._arrived: set[Tap] = set()
         self.sums: dict[str, LossSum] = {}
 
-    def offer(self, taps: Taps, tap: Tap) -> None:
+    def compute_ready(self, taps: Taps, tap: Tap) -> None:
         """Compute the terms that are ready now that the student's tap `tap` has been added to `taps`."""
-        self._came.add(tap)
-        ready = [term for term in self._waiting if term.student <= self._came]
-        self._waiting = [term for term in self._waiting if not term.student <= self._came]
+        self._arrived.add(tap)
+        ready = [term for term in self._waiting if term.student <= self._arrived]
+        self._waiting = [term for term in self._waiting if not term.student <= self._arrived]
         for term in ready:
             with without_autocast(self._mask.device):
                 loss = term.loss(taps, self._teacher, self._mask)
+            # Terms of several layers share a name, and the log shows their sum.
             self.sums[term.name] = add_losses(self.sums[term.name], loss) if term.name in self.sums else loss
-        _drop(taps, [{tap}, *(term.student for term in ready)], [term.student for term in self._waiting])
-        _drop(self._teacher, [term.teacher for term in ready], [term.teacher for term in self._waiting])
+        _drop_unneeded(taps, [{tap}, *(term.student for term in ready)], [term.student for term in self._waiting])
+        _drop_unneeded(self._teacher, [term.teacher for term in ready], [term.teacher for term in self._waiting])
 
 
-def _drop(taps: Taps, done: Sequence[Collection[Tap]], needed: Sequence[Collection[Tap]]) -> None:
+def _drop_unneeded(taps: Taps, done: Sequence[Collection[Tap]], needed: Sequence[Collection[Tap]]) -> None:
     for aspect, layer in set[Tap]().union(*done).difference(*needed):
         getattr(taps, aspect).pop(layer, None)
         taps.projected.get(aspect, {}).pop(layer, None)
@@ -69,19 +70,19 @@ class HeadLosses:
             terms = [term for term in self._terms.token_terms if term.positions == place]
             if place == "labels":
                 labels_N = self._batch.row_labels(shift=self._shift)
-            else:  # there are only divergences, which read no label
+            else:  # only divergences sum over other positions, and they read no label
                 labels_N = torch.zeros_like(self._batch.rows_at(place))
             factors = torch.stack(
                 [
-                    # full() runs a kernel; for a copy from the host, the host would wait
+                    # full() launches a kernel; torch.tensor() would copy, and the host would wait for the device
                     factor.float() if isinstance(factor, Tensor) else torch.full((), factor, device=labels_N.device)
                     for factor in (self._terms.factors[term.name] for term in terms)
                 ]
             )
             teacher = None if self._terms.teacher is None else self._terms.teacher.lm_head.get(place)
-            with ExitStack() as whole, without_autocast(labels_N.device):
-                for each in _heads_of(teacher):
-                    whole.enter_context(gathered(each.weight, each.bias))
+            with ExitStack() as gathered_heads, without_autocast(labels_N.device):
+                for teacher_head in _list_heads(teacher):
+                    gathered_heads.enter_context(gathered(teacher_head.weight, teacher_head.bias))
                 losses = token_losses(rows, teacher, labels_N, terms, factors, vocabulary=self._vocabulary)
             self.sums |= {
                 term.name: LossSum(total, counts[place]) for term, total in zip(terms, losses.sums, strict=True)
@@ -90,7 +91,7 @@ class HeadLosses:
         return torch.stack(totals).sum()
 
 
-def _heads_of(teacher: TaughtRows | None) -> tuple[HeadInputs, ...]:
+def _list_heads(teacher: TaughtRows | None) -> tuple[HeadInputs, ...]:
     if isinstance(teacher, SeveralHeads):
         return teacher.heads
     head = teacher.head if isinstance(teacher, OtherTokens) else teacher
@@ -98,7 +99,7 @@ def _heads_of(teacher: TaughtRows | None) -> tuple[HeadInputs, ...]:
 
 
 def by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:
-    """The rows of an LM head that ran on several kinds of positions, one after the other, by kind."""
+    """Split the rows of an LM head that ran on several kinds of positions, one after the other, by kind."""
     parts = head.rows.split([len(batch.rows_at(place)) for place in places])
     return {place: head._replace(rows=rows) for place, rows in zip(places, parts, strict=True)}
 

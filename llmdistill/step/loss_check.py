@@ -18,32 +18,34 @@ LossModes = Mapping[str, Mapping[str, bool]]
 
 def check_models(teacher: Teacher | None, student: TappedModel, batch: Batch) -> LossModes:
     """Check all models as `check_losses` does; a teacher with another tokenizer reads the batch in its own tokens."""
-    of_teacher = {} if teacher is None else check_losses(teacher.live, teacher.reads(batch))
-    return {**of_teacher, **check_losses({"student": student}, batch)}
+    teacher_modes = {} if teacher is None else check_losses(teacher.live, teacher.reads(batch))
+    return {**teacher_modes, **check_losses({"student": student}, batch)}
 
 
 def check_losses(models: Mapping[str, TappedModel], batch: Batch) -> LossModes:
-    """Compare our loss with the loss of each model on the first batch, and use the model's logits where they differ.
+    """Compare our loss with that of each model on the first batch; where they differ, use the model's own logits.
 
     Every rank must call this function, with models in evaluation mode and its own first batch, and all decide alike. A
     model without an LM head is left as it is. Returns the modes in which the models run from now on. Raises UserError
     if our loss differs from the loss of a model, and the batch needs our attention masks.
     """
-    found: dict[str, dict[str, bool]] = {}
+    loss_modes: dict[str, dict[str, bool]] = {}
     for name, tapped in models.items():
         if not tapped.has_lm_head:
             continue
         loss = own_loss(tapped, batch, all_reduce_sum)
         shortcut, makes_mask = loss.has_plain_head and loss.is_ours, tapped.makes_mask or not loss.is_ours
         if not shortcut:
-            print_main(f"Note        {name}: {_why(tapped, loss)}")
+            print_main(f"Note        {name}: {_describe_difference(tapped, loss)}")
+        # The masks of such a model differ from ours, and only ours keep the sequences of a packed row apart.
         if makes_mask and (batch.position_ids is not None or batch.visible_until is not None):
+            difference = _describe_difference(tapped, loss)
             raise UserError(
-                f"{name}: {_why(tapped, loss)}; its own masks do not support packed rows: set data.packing to false"
+                f"{name}: {difference}; its own masks do not support packed rows: set data.packing to false"
             )
-        found[name] = {"shortcut": shortcut, "makes_mask": makes_mask}
-    set_loss_modes(models, found)
-    return found
+        loss_modes[name] = {"shortcut": shortcut, "makes_mask": makes_mask}
+    set_loss_modes(models, loss_modes)
+    return loss_modes
 
 
 def set_loss_modes(models: Mapping[str, TappedModel], loss_modes: LossModes) -> None:
@@ -52,7 +54,7 @@ def set_loss_modes(models: Mapping[str, TappedModel], loss_modes: LossModes) -> 
         models[name].shortcut, models[name].makes_mask = loss_modes[name]["shortcut"], loss_modes[name]["makes_mask"]
 
 
-def _why(tapped: TappedModel, loss: OwnLoss) -> str:
+def _describe_difference(tapped: TappedModel, loss: OwnLoss) -> str:
     """Describe the difference and its consequence."""
     kind = tapped.model.config.model_type
     if loss.has_plain_head:

@@ -58,25 +58,25 @@ class Method(Terms):
     @cached_property
     def positions(self) -> Mapping[str, Positions]:
         """The kind of positions that each term sums over. Its global count is known before the first backward pass."""
-        found: dict[str, Positions] = {term.name: term.positions for term in self.token_terms}
-        found |= {term.name: "sequences" for term in self.sequence_terms}
-        return {name: found.get(name, "tokens") for name in self.weights}
+        positions_of: dict[str, Positions] = {term.name: term.positions for term in self.token_terms}
+        positions_of |= {term.name: "sequences" for term in self.sequence_terms}
+        return {name: positions_of.get(name, "tokens") for name in self.weights}
 
     @cached_property
     def student_taps(self) -> TapRequest:
         """The taps that the student must return."""
-        return _request(tap for term in self.layer_terms for tap in term.student)
+        return _collect_request(tap for term in self.layer_terms for tap in term.student)
 
     @cached_property
     def teacher_taps(self) -> TapRequest:
         """The taps that the teacher must return."""
-        return _request(tap for term in self.layer_terms for tap in term.teacher)
+        return _collect_request(tap for term in self.layer_terms for tap in term.teacher)
 
     @cached_property
     def needs_teacher(self) -> bool:
         """Whether any term uses the teacher."""
-        of_sequences = any(term.needs_teacher for term in self.sequence_terms)
-        return bool(self.layer_terms) or bool(self.teacher_positions) or of_sequences
+        on_sequences = any(term.needs_teacher for term in self.sequence_terms)
+        return bool(self.layer_terms) or bool(self.teacher_positions) or on_sequences
 
     @cached_property
     def teacher_positions(self) -> tuple[Positions, ...]:
@@ -86,7 +86,7 @@ class Method(Terms):
     def running(
         self, teacher: Outputs | None, batch: Batch, divisors: Mapping[Positions, Tensor] | None = None
     ) -> RunningTerms:
-        """The terms that are computed during a student's forward pass, and the factor of each.
+        """Return the terms that are computed during a student's forward pass, and the factor of each.
 
         `teacher` are its outputs for the batch, None only if `needs_teacher` is False. `divisors` are those of the sums
         over each kind of position; by default the sums are not divided.
@@ -94,21 +94,26 @@ class Method(Terms):
         assert teacher is not None or not self.needs_teacher, "only the labels' terms need no teacher"
         return RunningTerms(
             layer_terms=self.layer_terms,
-            token_terms=[on for each in self.token_terms if (on := _on_answers(each, batch.own_answers)) is not None],
+            token_terms=[
+                adapted
+                for term in self.token_terms
+                if (adapted := _adapt_to_answers(term, batch.own_answers)) is not None
+            ],
             sequence_terms=self.sequence_terms,
             teacher=teacher,
             factors={
-                name: weight if divisors is None else _divided(weight, divisors[self.positions[name]])
+                name: weight if divisors is None else _divide(weight, divisors[self.positions[name]])
                 for name, weight in self.weights.items()
             },
         )
 
 
-def _on_answers(term: losses.TokenTerm, own: bool) -> losses.TokenTerm | None:
-    """The term on answers that are the student's own, or are given; None if it has no meaning there."""
+def _adapt_to_answers(term: losses.TokenTerm, own: bool) -> losses.TokenTerm | None:
+    """Return the term for answers that the student wrote (`own`) or the data hold; None if it has no meaning there."""
     if term.divergence is None:
         return None if own else term  # tokens that the student generated itself are no labels
-    if term.divergence.of_labels and not own:  # given answers are no samples of the student, so all tokens count
+    # The data's answers are no samples of the student, so the reverse KL must sum over all tokens of the vocabulary.
+    if term.divergence.of_labels and not own:
         return replace(term, divergence=losses.REVERSE_KL)
     return term
 
@@ -133,13 +138,13 @@ def combine(methods: Mapping[str, Method]) -> Method:
     return Method(**vars(terms), shift=shift, projections=projections, pooling=pooling)
 
 
-def _divided(weight: float, divisor: Tensor) -> Tensor:
-    """Divides in fp32. A plain `weight / divisor` would multiply by the reciprocal, which rounds twice."""
+def _divide(weight: float, divisor: Tensor) -> Tensor:
+    """Divide in fp32. A plain `weight / divisor` would multiply by the reciprocal, which rounds twice."""
     divisor = divisor.float()
     return divisor.new_full((), weight) / divisor
 
 
-def _request(taps: Iterable[Tap]) -> dict[Aspect, frozenset[int]]:
+def _collect_request(taps: Iterable[Tap]) -> dict[Aspect, frozenset[int]]:
     request: dict[Aspect, frozenset[int]] = {}
     for aspect, layer in taps:
         request[aspect] = request.get(aspect, frozenset()) | {layer}

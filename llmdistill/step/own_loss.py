@@ -21,7 +21,7 @@ _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLoss:
-    """The mean loss of a token, in several ways; NaN for a pass that is not possible."""
+    """The mean loss of a token, computed in several ways; NaN for a pass that is not possible."""
 
     own: float
     """By the model's own masks and logits."""
@@ -38,7 +38,7 @@ class OwnLoss:
     def is_ours(self) -> bool:
         """Whether llmdistill computes the loss that the model computes."""
         if not math.isfinite(self.own):
-            return True  # the weights are broken, which is said where the first such number is found
+            return True  # the weights are broken; the check for finite losses reports it
         return abs(self.ours - self.own) <= self.tolerance * max(1.0, self.own)
 
 
@@ -56,11 +56,11 @@ def own_loss(tapped: TappedModel, batch: Batch, reduce: Callable[[Tensor], objec
         batch: on the device of the model.
         reduce: sums a tensor over the ranks in place, so that they decide alike.
     """
-    sample = _sample(batch, shift=tapped.shift)
+    sample = _cut_sample(batch, shift=tapped.shift)
     rows_N, labels_N = sample.rows_at("labels"), sample.row_labels(shift=tapped.shift)
 
     def loss(logits_BTV: Tensor) -> Tensor:
-        return _loss(logits_BTV.flatten(0, 1).index_select(0, rows_N), labels_N)
+        return _sum_losses(logits_BTV.flatten(0, 1).index_select(0, rows_N), labels_N)
 
     with tapped.modes(shortcut=False, makes_mask=True):
         logits, outputs = tapped.own_logits(sample)
@@ -72,53 +72,55 @@ def own_loss(tapped: TappedModel, batch: Batch, reduce: Callable[[Tensor], objec
         is_plain = torch.equal(outputs[0], logits.to(outputs[0].dtype))
     with tapped.modes(shortcut=is_plain, makes_mask=tapped.makes_mask):
         if is_plain:
-            ours = _through_the_head(tapped, sample, labels_N, otherwise=ours)
+            ours = _sum_through_head(tapped, sample, labels_N, otherwise=ours)
         else:  # nothing else differs if the mask is the model's own
             ours = own if tapped.makes_mask else loss(tapped.own_logits(sample)[0])
     sums = torch.stack([own, ours, of_product, own.new_tensor(len(labels_N)), own.new_tensor(not is_plain)])
     reduce(sums)
+    # The sums were reduced over the ranks, so that all ranks compare the same numbers.
     mean_own, mean_ours, mean_of_product = (sums[:3] / sums[3]).tolist()
     return OwnLoss(
         own=mean_own,
         ours=mean_ours,
         of_product=mean_of_product,
         has_plain_head=float(sums[4]) == 0,
-        tolerance=_TOLERANCES.get(tapped.model.dtype, 3e-2),  # of 16 bits
+        tolerance=_TOLERANCES.get(tapped.model.dtype, 3e-2),  # 3e-2 for types of 16 bits
     )
 
 
-def _through_the_head(tapped: TappedModel, sample: Batch, labels_N: Tensor, *, otherwise: Tensor) -> Tensor:
-    kept: list[Tensor] = []
+def _sum_through_head(tapped: TappedModel, sample: Batch, labels_N: Tensor, *, otherwise: Tensor) -> Tensor:
+    sums: list[Tensor] = []
 
-    def use(head: HeadInputs) -> Tensor:
+    def add_sum(head: HeadInputs) -> Tensor:
         assert head.weight is not None
-        kept.append(_loss(functional.linear(head.rows.to(head.weight.dtype), head.weight, head.bias), labels_N))
-        return kept[0]
+        sums.append(_sum_losses(functional.linear(head.rows.to(head.weight.dtype), head.weight, head.bias), labels_N))
+        return sums[0]
 
     try:
-        tapped.through_head(sample, use)
+        tapped.through_head(sample, add_sum)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         # What an unknown model does around its head may need logits of the usual shape. All ranks fail alike.
         if isinstance(error, torch.OutOfMemoryError):
             raise
-    return kept[0] if kept else otherwise
+    return sums[0] if sums else otherwise
 
 
-def _sample(batch: Batch, *, shift: bool) -> Batch:
-    """The first rows of a batch, and of packed rows the first sequence."""
+def _cut_sample(batch: Batch, *, shift: bool) -> Batch:
+    """Cut out the first rows of a batch, and of packed rows the first sequence."""
     count = max(1, min((len(batch.input_ids) + 1) // 2, _MOST_TOKENS // max(1, batch.input_ids.shape[1])))
     mask = (batch.attention_mask[:count] == 1).long()
-    seen = mask.any(0).nonzero()
-    cut = slice(0, min(int(seen[-1]) + 1, _MOST_TOKENS) if len(seen) else 1)
-    ids, mask = batch.input_ids[:count, cut], mask[:, cut]
-    labels = batch.labels[:count, cut].masked_fill(mask == 0, IGNORE_INDEX)
+    real = mask.any(0).nonzero()
+    columns = slice(0, min(int(real[-1]) + 1, _MOST_TOKENS) if len(real) else 1)
+    ids, mask = batch.input_ids[:count, columns], mask[:, columns]
+    labels = batch.labels[:count, columns].masked_fill(mask == 0, IGNORE_INDEX)
+    # The cut may have lost the answer with all of its labels.
     if not (labels[:, 1:] != IGNORE_INDEX).any():
         labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
     labels = labels.clone()
     labels[:, 0] = IGNORE_INDEX
-    types = None if batch.token_type_ids is None else batch.token_type_ids[:count, cut]
+    types = None if batch.token_type_ids is None else batch.token_type_ids[:count, columns]
     return Batch(ids, mask, labels, token_type_ids=types).with_label_rows(shift=shift)
 
 
-def _loss(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+def _sum_losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return functional.cross_entropy(logits_NV.float(), labels_N, reduction="sum").double()

@@ -54,9 +54,9 @@ def packed_attention(
     """
     width = query.shape[-1]
     if dropout == 0.0 and width <= WIDEST_HEAD and width % 8 == 0 and has_kernel(query):
-        return _in_one_call(query, key, value, sequences, scaling, sliding_window), None
+        return _attend_in_one_call(query, key, value, sequences, scaling, sliding_window), None
     kwargs |= {"dropout": dropout, "scaling": scaling}
-    return _by_sequence(module, query, key, value, sequences, sliding_window, **kwargs), None
+    return _attend_by_sequence(module, query, key, value, sequences, sliding_window, **kwargs), None
 
 
 def has_kernel(states: Tensor) -> bool:
@@ -71,13 +71,14 @@ def _kernel_dtype(states: Tensor) -> torch.dtype:
 
 @torch.compiler.assume_constant_result
 def _is_recent(index: int) -> bool:
+    # torch's flash kernel needs Ampere (8.0); ROCm devices also answer is_cuda.
     return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def _in_one_call(
+def _attend_in_one_call(
     query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None
 ) -> Tensor:
-    """One call for the whole batch; the rows stand one after the other, so no token is moved."""
+    """Attend in one call for the whole batch; the rows stand one after the other, so no token is moved."""
     starts, longest = sequences.starts, sequences.longest
     dtype = _kernel_dtype(query)  # sdpa casts by itself under autocast, where rotary embeddings return fp32
     output = varlen_attn(
@@ -96,7 +97,7 @@ def _in_one_call(
 
 
 @torch.compiler.disable  # a graph would be compiled anew for the lengths of every batch
-def _by_sequence(
+def _attend_by_sequence(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -105,15 +106,16 @@ def _by_sequence(
     window: int | None,
     **kwargs: Any,
 ) -> Tensor:
-    """One call for each group of neighboring sequences of one length."""
+    """Attend in one call for each group of neighboring sequences of one length."""
     groups = [(length, len(list(same))) for length, same in groupby(sequences.lengths)]
     sizes = [length * count for length, count in groups]
     # The gradient of a split is one concatenation; that of each slice would be as large as the whole tensor.
-    parts = zip(*(each.transpose(1, 2).flatten(0, 1).split(sizes) for each in (query, key, value)), strict=True)
+    parts = zip(*(states.transpose(1, 2).flatten(0, 1).split(sizes) for states in (query, key, value)), strict=True)
     outputs = []
     for (length, count), part in zip(groups, parts, strict=True):
-        query_part, key_part, value_part = (each.unflatten(0, (count, length)).transpose(1, 2) for each in part)
+        query_part, key_part, value_part = (states.unflatten(0, (count, length)).transpose(1, 2) for states in part)
         mask = None
+        # No shorter sequence reaches past the window, and without a mask sdpa picks its flash kernel.
         if window is not None and length > window:
             position = torch.arange(length, device=query.device)
             distance = position[:, None] - position

@@ -22,17 +22,17 @@ class OddReadError(Exception):
     """A module reads something of which one pass cannot say whether it is the tokens of the batch."""
 
 
-def graded(output: Tensor, take: Callable[[Tensor], None] | None) -> Tensor:
-    """Return the output of a module for a forward hook to hand on; `take` gets its gradient in the backward pass.
+def graded(output: Tensor, receive: Callable[[Tensor], None] | None) -> Tensor:
+    """Return the output of a module for a forward hook to hand on; `receive` gets its gradient in the backward pass.
 
     The gradient is that of what the module returned, also if the model changes the tensor in place afterwards. No
     weight needs to require a gradient: the graph begins here at the latest.
     """
-    if output.requires_grad and (take is None or not output._is_view()):
-        if take is not None:
-            output.register_hook(take)
+    if output.requires_grad and (receive is None or not output._is_view()):
+        if receive is not None:
+            output.register_hook(receive)
         return output
-    return cast(Tensor, _Graded.apply(output, _BEGIN, take))
+    return cast(Tensor, _Graded.apply(output, _BEGIN, receive))
 
 
 _BEGIN = torch.empty(0, requires_grad=True)
@@ -47,15 +47,15 @@ class _Graded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, _begin: Tensor, take: Callable[[Tensor], None] | None) -> Tensor:
-        ctx.take = take
+    def forward(ctx: Any, output: Tensor, _begin: Tensor, receive: Callable[[Tensor], None] | None) -> Tensor:
+        ctx.receive = receive
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        take, ctx.take = ctx.take, None  # what it holds is free before the graph is
-        if take is not None:
-            take(gradient)
+        receive, ctx.receive = ctx.receive, None  # frees the tensors that the function holds before the graph is freed
+        if receive is not None:
+            receive(gradient)
         return gradient, None, None
 
 
@@ -73,7 +73,7 @@ class HookSums:
         """Whether the tensors of the layer that runs are kept for the backward pass, are dropped, or are computed again
         in the backward pass."""
         self.calls: deque[Any] = deque()
-        """What a subclass keeps of the calls of the layer that runs, from when it is dropped to when it runs again."""
+        """The records of a subclass on the calls of a layer, from its first run to the one in the backward pass."""
         self.is_known = False
         """Whether it is known what the modules read; else each must read (B, T, K), once."""
         self._called = set[str]()
@@ -86,7 +86,7 @@ class HookSums:
         self.tokens += mask_BT.sum()
 
     def check(self, name: str, values: Tensor) -> None:
-        """Look at what a module reads in a call (B, T, K).
+        """Check the inputs of a module in a call (B, T, K).
 
         Raises:
             OddReadError: it may be something else than the tokens, in their order, and nothing else is known of it.
@@ -94,7 +94,7 @@ class HookSums:
         if not self.is_known:
             is_plain = values.dim() == 3 and values.shape[:2] == self.mask.shape
             rows, length = self.mask.shape
-            # Where all counts, the order does not matter.
+            # If all positions count, the order does not matter.
             if name in self._called or not is_plain or not (1 < rows != length or (rows == 1 and self._is_whole)):
                 raise OddReadError(name)
             self._called.add(name)
@@ -137,16 +137,16 @@ class HookSums:
             )
 
     def finish(self) -> None:
-        """Called after each pass; by default nothing is done."""
+        """Finish a pass; does nothing by default."""
 
     def judged(self, p_NV: Tensor) -> None:
-        """Take the probabilities of some rows that count, in the passes with gradients; by default nothing is done."""
+        """Receive the probabilities of some rows that count, in the passes with gradients; does nothing by default."""
 
     @contextmanager
     def during(self, phase: Literal["dropped", "again"], calls: deque[Any]) -> Iterator[None]:
-        """Block in which a layer runs whose tensors are dropped, or computed again; both times it has the same calls.
+        """Within this block a layer runs whose tensors are dropped, or computed again; both runs share `calls`.
 
-        A layer that the model runs several times has other `calls` for each of them.
+        A layer that the model runs several times has separate `calls` for each run.
         """
         self.phase, self.calls = phase, calls
         try:
@@ -170,8 +170,8 @@ class HookSums:
         """
         if not self.tokens > 0:
             raise UserError("the calibration data hold no token: name data with at least one example")
-        for what, each in sums:
-            if not each.isfinite().all():
+        for what, tensor in sums:
+            if not tensor.isfinite().all():
                 raise UserError(
                     f"{what} are not finite on the calibration data: name other data, or load the model as fp32"
                 )
@@ -179,42 +179,42 @@ class HookSums:
 
 
 def rows_of(batch: Batch, rows: slice | list[int], longest: int | None = None) -> Batch:
-    """Some rows of a batch that is not located yet, without the padding on the right that none of them needs.
+    """Return some rows of a batch that is not located yet, without the padding on the right that none of them needs.
 
-    `longest` is the number of tokens that are left of each at most.
+    Each row keeps at most its first `longest` tokens.
     """
     real_T = (batch.attention_mask[rows] != 0).any(0).nonzero()
     length = min(int(real_T[-1]) + 1 if len(real_T) else 1, batch.input_ids.shape[1] if longest is None else longest)
     of_tokens = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "visible_until")
-    given = {name: getattr(batch, name) for name in of_tokens if getattr(batch, name) is not None}
-    cut: dict[str, Any] = {name: each[rows, :length] for name, each in given.items()}
+    tensors = {name: getattr(batch, name) for name in of_tokens if getattr(batch, name) is not None}
+    cut: dict[str, Any] = {name: tensor[rows, :length] for name, tensor in tensors.items()}
     if batch.visible_until is not None:
         cut["visible_until"] = cut["visible_until"].clamp(max=length)  # at padding it is the length
     if batch.targets is not None:
         cut["targets"] = batch.targets[rows]
     numbers = range(len(batch.input_ids))[rows] if isinstance(rows, slice) else rows
     for name in ("sample_ids", "teachers"):
-        each = getattr(batch, name)
-        cut[name] = tuple(each[number] for number in numbers) if each else ()
+        values = getattr(batch, name)
+        cut[name] = tuple(values[number] for number in numbers) if values else ()
     return replace(batch, **cut)
 
 
 def in_parts(batches: Iterable[Batch], tokens: int) -> list[Batch]:
-    """The same rows in parts of at most so many tokens, padding included; a longer row is a part of its own.
+    """Split the rows into parts of at most so many tokens, padding included; a longer row is a part of its own.
 
     The number of parts follows from the shape of each batch.
     """
     parts = []
     for batch in batches:
         rows, length = batch.input_ids.shape
-        each = max(1, tokens // length)
-        parts += [rows_of(batch, slice(start, start + each)) for start in range(0, rows, each)]
+        rows_per_part = max(1, tokens // length)
+        parts += [rows_of(batch, slice(start, start + rows_per_part)) for start in range(0, rows, rows_per_part)]
     return parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """How many passes a model makes over batches, and what is told about them."""
+    """The number of passes that a model makes over batches, and how they are reported."""
 
     rounds: int = 0
     """The smallest number of passes; a rank with fewer batches repeats its own without counting them, because the ranks

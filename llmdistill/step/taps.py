@@ -34,9 +34,9 @@ class Collected(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What a block of `Recorder.recording` asks of the forward passes inside it."""
+    """The arguments of a block of `Recorder.recording` for the forward passes inside it."""
 
-    offer: Callable[[Taps, Tap], None] | None
+    on_tap: Callable[[Taps, Tap], None] | None
     visible_until: Tensor | None
 
 
@@ -50,8 +50,8 @@ class ForwardPass:
     """Whether layers are computed again in the backward pass."""
     recording: Recording | None
     taps: Taps | None
-    """None if the pass is not recorded, and once the taps are taken."""
-    came: set[Tap] = field(default_factory=set)
+    """None if the pass is not recorded, and once `take` has returned the taps."""
+    arrived: set[Tap] = field(default_factory=set)
     """The taps that were recorded; a loss may have removed their tensors since."""
     is_running: bool = True
 
@@ -101,6 +101,7 @@ class Recorder:
         self._recording: Recording | None = None
         self._forward: ForwardPass | None = None
         self._collected: list[Collected] | None = None
+        # A layer that runs its feed-forward part in chunks calls each module several times, and a tap expects one call.
         feed_forward = [aspect for aspect in self._request if aspect.startswith("ffn_")]
         if feed_forward and getattr(model.config, "chunk_size_feed_forward", None):
             raise UserError(
@@ -113,8 +114,8 @@ class Recorder:
         if layers and family_of(model.config).projections is None:
             self._attention = AttentionTap(model, layers, self._record_attention)
         self._hooks = hook_modules(model, self._request, self._record_output)
-        self._hooks.append(model.register_forward_pre_hook(self._start, with_kwargs=True))
-        self._hooks.append(model.register_forward_hook(self._end))
+        self._hooks.append(model.register_forward_pre_hook(self._start_pass, with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(self._end_pass))
 
     @property
     def is_recording(self) -> bool:
@@ -123,27 +124,27 @@ class Recorder:
 
     @contextmanager
     def recording(
-        self, offer: Callable[[Taps, Tap], None] | None = None, *, visible_until: Tensor | None = None
+        self, on_tap: Callable[[Taps, Tap], None] | None = None, *, visible_until: Tensor | None = None
     ) -> Iterator[None]:
         """Record the forward passes inside this block; `take` returns the taps of the last one.
 
         `offer` is called after each tensor is recorded; it may remove tensors from the taps. They keep `visible_until`,
         which is that of the batch.
         """
-        self._recording = Recording(offer, visible_until)
+        self._recording = Recording(on_tap, visible_until)
         try:
             yield
         finally:
             self._recording = None
-            self._end()  # its hook does not run after an exception
+            self._end_pass()  # its hook does not run after an exception
 
     @contextmanager
     def given_mask(self) -> Iterator[None]:
-        """Block in which a forward pass uses the attention mask that it is given: a (B, 1, T, T) mask, or none.
+        """Within this block a forward pass uses the attention mask among its arguments: a (B, 1, T, T) mask, or none.
 
         Without a mask a decoder is causal, and attention runs on flash kernels with grouped queries; it stays within
-        the `sequences` that a forward pass is given. Layers that are recomputed in the backward pass find the same
-        attention; the next forward pass outside of such a block does not.
+        the `sequences` among the arguments. Layers that are recomputed in the backward pass still use it; the next
+        forward pass outside of such a block does not.
         """
         self._mask.give()
         try:
@@ -154,9 +155,9 @@ class Recorder:
                 self._mask.restore()
 
     def collecting(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Collected]]:
-        """Run a part of the model; returns its result and the tapped tensors, which the caller passes to `keep`.
+        """Run a part of the model; return its result and the tapped tensors, which the caller passes to `keep`.
 
-        This way a compiled graph only returns its inner tensors, and they are used outside the graph.
+        A compiled graph thus only returns its inner tensors, and the losses on them run outside the graph.
         """
         collected: list[Collected] = []
         self._collected = collected
@@ -171,20 +172,20 @@ class Recorder:
             return
         taps = forward.taps
         for aspect, layer, tensor, scaling in collected:
-            assert (aspect, layer) not in forward.came, f"{aspect} of layer {layer} came twice in one forward pass"
-            forward.came.add((aspect, layer))
+            assert (aspect, layer) not in forward.arrived, f"{aspect} of layer {layer} came twice in one forward pass"
+            forward.arrived.add((aspect, layer))
             if scaling is not None:
                 taps.scaling[layer] = scaling
             getattr(taps, aspect)[layer] = tensor
             # The computation below is not repeated when a checkpointed layer is recomputed, so its saved tensors must
             # be kept: the identity hooks replace the hooks of checkpointing.
-            with saved_tensors_hooks(lambda kept: kept, lambda kept: kept) if forward.recomputes else nullcontext():
+            with saved_tensors_hooks(lambda saved: saved, lambda saved: saved) if forward.recomputes else nullcontext():
                 if aspect in self._projectors:
                     # concatenate the heads: (B, G, T, D) to (B, T, G·D)
                     flat = tensor.transpose(1, 2).flatten(2) if tensor.dim() == 4 else tensor
                     taps.projected.setdefault(aspect, {})[layer] = self._projectors[aspect](flat)
-                if forward.recording is not None and forward.recording.offer is not None:
-                    forward.recording.offer(taps, (aspect, layer))
+                if forward.recording is not None and forward.recording.on_tap is not None:
+                    forward.recording.on_tap(taps, (aspect, layer))
 
     def take(self) -> Taps:
         """Return the taps of the last recorded forward pass, and remove them from the recorder.
@@ -195,7 +196,7 @@ class Recorder:
         if forward is None or forward.taps is None:
             raise RuntimeError("nothing was recorded: run the model inside `with recorder.recording():` first")
         for aspect, layers in self._request.items():
-            missing = {layer for layer in layers if (aspect, layer) not in forward.came}
+            missing = {layer for layer in layers if (aspect, layer) not in forward.arrived}
             if missing:
                 raise RuntimeError(
                     f"no {aspect} came from layers {sorted(missing)}: the model's attention implementation or "
@@ -213,7 +214,7 @@ class Recorder:
             self._attention.remove()
         self._forward = None
 
-    def _start(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _start_pass(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if not self._mask.is_given:
             self._mask.restore()
@@ -225,7 +226,7 @@ class Recorder:
         )
         self._collected = None
 
-    def _end(self, *_: object) -> None:
+    def _end_pass(self, *_: object) -> None:
         if self._forward is not None:
             self._forward.is_running = False
 
@@ -239,7 +240,7 @@ class Recorder:
         forward = self._forward
         if aspect in ATTENTION_ASPECTS:
             # DeBERTa may project its distances by the same matrices, after tokens
-            if forward is not None and (aspect, layer) in forward.came:
+            if forward is not None and (aspect, layer) in forward.arrived:
                 return
             tensor = tensor.unflatten(-1, (-1, shape_of(self.model.config).head_dim)).transpose(1, 2)
         if tensor.dim() == 2 and forward is not None and forward.rows is not None:  # OPT flattens batch and tokens
@@ -261,6 +262,7 @@ class Recorder:
         """
         layers = [layer for layer in layers_of(self.model) if getattr(layer, "gradient_checkpointing", False)]
         functions = [getattr(layer, "_gradient_checkpointing_func", None) for layer in layers if layer.training]
+        # Checkpointing acts in training mode alone, and transformers sets the function on the layer itself.
         if not torch.is_grad_enabled() or not functions:
             return False
         if any(getattr(function, "keywords", {}).get("use_reentrant") is not False for function in functions):

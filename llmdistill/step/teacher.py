@@ -1,4 +1,4 @@
-"""What a step asks of a teacher, whatever it is: a model that runs here, a cache, a server, or several of them."""
+"""The interface of a teacher for a step: a model that runs here, a cache, a server, or several of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Teacher(Protocol):
     """A teacher. `TappedModel` is the one that runs here; the others are files of `teachers/`, which inherit this."""
 
     def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
-        """Return taps and what the distributions at these kinds of positions follow from, for a batch."""
+        """Return, for a batch, the taps, and the inputs of the distributions at these kinds of positions."""
         ...
 
     @property
