@@ -1,9 +1,8 @@
 """The training methods. Each method builds its weighted loss terms from its settings and the configs of both models.
 
 To add a method, write a file with its settings, a function that returns a `Method`, and a `MethodEntry`, and add the
-entry to METHODS. A user's own method is added to METHODS before the command line is parsed, or is
-an entry point of the group `llmdistill.methods`. This package does not
-import torch before a method is built.
+entry to METHODS. Users add their own method to METHODS before they parse the command line, or name it as an entry
+point of the group `llmdistill.methods`. This package does not import torch before it builds a method.
 """
 
 from __future__ import annotations

@@ -43,14 +43,14 @@ def build_distilbert(
 ) -> Method:
     """Build the triple loss: t²·KL(T‖S), cross-entropy on the labels, 1 - cos between the last hidden states."""
     causal = same_direction(teacher, student, method="distilbert")
-    of_student, of_teacher = shape_of(student), shape_of(teacher)
-    if settings.cosine > 0 and of_student.hidden_size != of_teacher.hidden_size:
+    student_shape, teacher_shape = shape_of(student), shape_of(teacher)
+    if settings.cosine > 0 and student_shape.hidden_size != teacher_shape.hidden_size:
         raise UserError(
-            f"distilbert.cosine compares hidden states, but they are {of_teacher.hidden_size} wide in the teacher "
-            f"and {of_student.hidden_size} in the student: set distilbert.cosine to 0, or give the student the "
+            f"distilbert.cosine compares hidden states, but they are {teacher_shape.hidden_size} wide in the teacher "
+            f"and {student_shape.hidden_size} in the student: set distilbert.cosine to 0, or give the student the "
             "teacher's width"
         )
-    pair = LayerPair(of_student.num_layers - 1, of_teacher.num_layers - 1, None)
+    pair = LayerPair(student_shape.num_layers - 1, teacher_shape.num_layers - 1, None)
 
     def cosine(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         return losses.hidden_cosine(student.hidden[pair.student], teacher.hidden[pair.teacher], mask)

@@ -1,4 +1,4 @@
-"""Distillation of sentence embeddings (Reimers and Gurevych 2020): the embedding is drawn to the teacher's."""
+"""Distillation of sentence embeddings (Reimers and Gurevych 2020): the student imitates the teacher's embedding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EmbeddingConfig:
 def build_embedding(
     settings: EmbeddingConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """cosine · (1 - cos) + mse · mean squared error + margin · MarginMSE, of embeddings by the objective's pooling."""
+    """Build cosine · (1 - cos) + mse · mean squared error + margin · MarginMSE, of the objective's embeddings."""
     causal = same_direction(teacher, student, method="embedding")
     if objective.sequences != "embeddings":
         raise UserError("method embedding compares embeddings of sentences: set data.kind to sentences")
@@ -57,28 +57,31 @@ def build_embedding(
     widths = modes * shape_of(student).hidden_size, modes * shape_of(teacher).hidden_size
     projections: dict[Mapped, tuple[int, int]] = {}
     if widths[0] != widths[1] and settings.projection == "keep":
+        # The student keeps this matrix as its Dense, so that all terms compare its outputs, the margins too.
         projections["dense"] = widths
     elif widths[0] != widths[1] and (settings.cosine > 0 or settings.mse > 0):
         projections["sentence"] = widths
     measures = {
-        "cosine": _compared(losses.sequence_embedding_cosine, Batch.has_target, mapped="sentence" in projections),
-        "mse": _compared(losses.sequence_embedding_mse, Batch.has_target, mapped="sentence" in projections),
-        "margin": _compared(losses.sequence_margin_mse, attrgetter("targets")),
+        "cosine": _compare_embeddings(
+            losses.sequence_embedding_cosine, Batch.has_target, mapped="sentence" in projections
+        ),
+        "mse": _compare_embeddings(losses.sequence_embedding_mse, Batch.has_target, mapped="sentence" in projections),
+        "margin": _compare_embeddings(losses.sequence_margin_mse, attrgetter("targets")),
     }
     weights = {name: getattr(settings, name) for name in measures if getattr(settings, name) > 0}
     terms = [SequenceTerm(name, True, measures[name]) for name in weights]
     return Method(weights, sequence_terms=terms, shift=causal, projections=projections, pooling=objective.pooling)
 
 
-def _compared(
-    measure: Callable[[Tensor, Tensor, Tensor], LossSum], of_batch: Callable[[Batch], Tensor], *, mapped: bool = False
+def _compare_embeddings(
+    measure: Callable[[Tensor, Tensor, Tensor], LossSum], read_batch: Callable[[Batch], Tensor], *, mapped: bool = False
 ) -> Callable[[Outputs, Outputs | None, Batch], LossSum]:
     def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
         embeddings = student.projected if mapped else student.sequence_logits
         assert embeddings is not None, "the student gives no embeddings"
         assert teacher is not None
         assert teacher.sequence_logits is not None, "the teacher gives no embeddings"
-        return measure(embeddings, teacher.sequence_logits, of_batch(batch))
+        return measure(embeddings, teacher.sequence_logits, read_batch(batch))
 
     return loss
 

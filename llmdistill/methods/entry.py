@@ -69,7 +69,7 @@ class MethodEntry:
     """Whether the student's classifier on a task starts as the teacher's, unless the user sets it otherwise."""
 
     def defaults(self) -> Any:
-        """Returns the method's default settings, or None if the method has no settings."""
+        """Return the method's default settings, or None if the method has no settings."""
         return None if self.settings is None else self.settings()
 
 

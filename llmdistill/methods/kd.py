@@ -48,7 +48,7 @@ class KdConfig:
 
 
 def divergence_of(settings: KdConfig) -> losses.Divergence:
-    """Returns the chosen divergence between the teacher's and the student's log-probabilities."""
+    """Return the chosen divergence between the teacher's and the student's log-probabilities."""
     divergences = {
         "forward_kl": losses.FORWARD_KL,
         "reverse_kl": losses.REVERSE_KL,
@@ -64,7 +64,7 @@ def divergence_of(settings: KdConfig) -> losses.Divergence:
 def build_kd(
     settings: KdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """ratio · divergence + (1 - ratio) · cross-entropy on the labels, for tokens, sequences, or both.
+    """Build ratio · divergence + (1 - ratio) · cross-entropy on the labels, for tokens, sequences, or both.
 
     The term of the divergence is named after it. Scores have no distribution, so both terms become a squared error; the
     one to the teacher's scores is `sequence_mse`. Answers that the student generated itself are no labels: on such

@@ -55,7 +55,7 @@ _FFN_OUTPUTS: Mapping[str, Aspect] = {"layer": "hidden", "projection": "ffn_down
 
 
 def ffn_aspect(sections: Mapping[str, Any]) -> Aspect:
-    """The tap of a feed-forward output by the settings of the methods, where those of KroneckerBERT may be missing."""
+    """Return the tap of a feed-forward output by the methods' settings, which may lack those of KroneckerBERT."""
     settings: KroneckerbertConfig = sections.get("kroneckerbert", KroneckerbertConfig())
     return _FFN_OUTPUTS[settings.ffn_output]
 
@@ -66,7 +66,7 @@ def build_kroneckerbert(
     student: PreTrainedConfig,
     objective: Objective = TOKENS,
 ) -> Method:
-    """The loss of KroneckerBERT (eq. 14), for a student with the shape of its teacher, with any factorization.
+    """Build the loss of KroneckerBERT (eq. 14), for a student with the shape of its teacher, with any factorization.
 
     The terms are: the MSE of the embedding's output, of the attention scores before the softmax (O_l of eq. 9) and of
     the feed-forward outputs H_l; the soft cross-entropy on the logits (the paper does not give a formula for this

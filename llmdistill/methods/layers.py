@@ -31,10 +31,10 @@ class LayerPair(NamedTuple):
 
 
 def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
-    """The layers (0-based, ascending) that a setting (`key`) names.
+    """Return the layers (0-based, ascending) that a setting (`key`) names.
 
-    It is lower (1..L/2, rounded down), upper (the rest), all, none, or numbers counted from 1 such as "1-3,6". Raises
-    UserError if it has none of these forms, or names a layer that does not exist.
+    The setting is lower (1..L/2, rounded down), upper (the rest), all, none, or numbers counted from 1 such as "1-3,6".
+    Raises UserError if it has none of these forms, or names a layer that does not exist.
     """
     half = num_layers // 2
     named = {"lower": range(half), "upper": range(half, num_layers), "all": range(num_layers), "none": range(0)}
@@ -55,34 +55,35 @@ def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
 
 
 def map_layers(spec: str, teacher: PreTrainedConfig, student: PreTrainedConfig, *, key: str) -> list[tuple[int, int]]:
-    """The (student, teacher) layers (0-based) to compare, as a setting `teacher_layers` maps them.
+    """Return the (student, teacher) layers (0-based) to compare, as a setting `teacher_layers` maps them.
 
     The setting has one of the forms of `mapped_layers`, with 0 for a layer of the student that learns from none.
     """
     depths = shape_of(student).num_layers, shape_of(teacher).num_layers
     numbers = mapped_layers(spec, *depths, key=key, may_skip=True)
+    # Setting and messages count from 1, as papers do; the code counts from 0.
     return [(layer, number - 1) for layer, number in enumerate(numbers) if number > 0]
 
 
 def pair_layers(
     layers: Iterable[tuple[int, int]], teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str
 ) -> list[LayerPair]:
-    """The layer pairs for (student, teacher) layer numbers; a UserError if their attention windows differ."""
-    of_student, of_teacher = shape_of(student).windows, shape_of(teacher).windows
+    """Return the pairs of (student, teacher) layer numbers; raise UserError if their attention windows differ."""
+    student_windows, teacher_windows = shape_of(student).windows, shape_of(teacher).windows
     pairs: list[LayerPair] = []
     for mine, theirs in layers:
-        if of_student[mine] != of_teacher[theirs]:
+        if student_windows[mine] != teacher_windows[theirs]:
             raise UserError(
-                f"{method} compares what tokens see, but the attention window is {of_student[mine]} in the student's "
-                f"layer {mine + 1} and {of_teacher[theirs]} in the teacher's layer {theirs + 1}: "
+                f"{method} compares what tokens see, but the attention window is {student_windows[mine]} in the "
+                f"student's layer {mine + 1} and {teacher_windows[theirs]} in the teacher's layer {theirs + 1}: "
                 "give the student's config.json the teacher's sliding_window, or name another layer"
             )
-        pairs.append(LayerPair(mine, theirs, of_student[mine]))
+        pairs.append(LayerPair(mine, theirs, student_windows[mine]))
     return pairs
 
 
 def same_direction(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> bool:
-    """Whether both models are decoders; False if both are encoders, and a UserError if they differ in that."""
+    """Return whether both models are decoders, not encoders; raise UserError if one is a decoder and one is not."""
     causal = is_causal(student)
     if is_causal(teacher) != causal:
         kinds = {True: "a decoder", False: "an encoder"}
@@ -95,17 +96,17 @@ def same_direction(teacher: PreTrainedConfig, student: PreTrainedConfig, *, meth
 
 def check_heads(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
     """Raise a UserError unless both models have the same number of (query) heads, which are compared one by one."""
-    of_teacher, of_student = shape_of(teacher), shape_of(student)
-    if of_teacher.num_heads != of_student.num_heads:
+    teacher_shape, student_shape = shape_of(teacher), shape_of(student)
+    if teacher_shape.num_heads != student_shape.num_heads:
         raise UserError(
-            f"{method} compares head with head, but the teacher has {of_teacher.num_heads} attention heads and the "
-            f"student {of_student.num_heads}: give the student {of_teacher.num_heads} "
-            f"(student.shape DEPTHxWIDTHx{of_teacher.num_heads}), or take method minilmv2, which is free of that"
+            f"{method} compares head with head, but the teacher has {teacher_shape.num_heads} attention heads and the "
+            f"student {student_shape.num_heads}: give the student {teacher_shape.num_heads} "
+            f"(student.shape DEPTHxWIDTHx{teacher_shape.num_heads}), or take method minilmv2, which is free of that"
         )
 
 
 def check_scores(weight: float, teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> None:
-    """Raise a UserError if a term with this weight compares attention that is more than queries times keys."""
+    """Raise a UserError if a term with this weight compares attention scores that are more than queries times keys."""
     for config in (teacher, student):
         if weight > 0 and not family_of(config).scores_are_products:
             raise UserError(
@@ -122,10 +123,10 @@ def last_or_mapped(
     *,
     method: str,
 ) -> list[LayerPair]:
-    """The pairs of layers of a method whose settings are `teacher_layer` and `teacher_layers`.
+    """Return the pairs of layers of a method whose settings are `teacher_layer` and `teacher_layers`.
 
-    The student's last layer learns from `layer` of the teacher, counted from 1; or all learn as `spec`, a map as in
-    `map_layers`, says.
+    The student's last layer learns from `layer` of the teacher, counted from 1; with `spec`, a map as in `map_layers`,
+    all of its layers learn.
     """
     depths = shape_of(student).num_layers, shape_of(teacher).num_layers
     number = depths[1] if layer == "last" else layer
@@ -142,7 +143,7 @@ def last_or_mapped(
 def like_pairs(
     spec: str | None, teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str
 ) -> list[LayerPair]:
-    """The pairs of layers of two models with the same sizes, which a method compares layer by layer.
+    """Return the pairs of layers of two models with the same sizes, which a method compares layer by layer.
 
     `spec` is the method's `teacher_layers`, a map as in `map_layers`; the models may then differ in depth. None
     compares each layer with the teacher's layer of the same number. The factorization may differ.
@@ -152,15 +153,15 @@ def like_pairs(
             f"{method} compares like with like, but the teacher is {teacher.model_type} and the student "
             f"{student.model_type}: take a student of the teacher's architecture"
         )
-    of_teacher, of_student = asdict(shape_of(teacher)), asdict(shape_of(student))
-    for name, size in of_teacher.items():
+    teacher_sizes, student_sizes = asdict(shape_of(teacher)), asdict(shape_of(student))
+    for name, size in teacher_sizes.items():
         if spec is not None and name in ("num_layers", "windows"):  # a pair's windows are compared by pair_layers
             continue
-        if of_student[name] != size:
+        if student_sizes[name] != size:
             mapped = f", or map the layers by {method}.teacher_layers" if name == "num_layers" else ""
             raise UserError(
                 f"{method} compares layer with layer and head with head, but {name} is {size} in the teacher and "
-                f"{of_student[name]} in the student: factorize the teacher instead of reshaping it{mapped}"
+                f"{student_sizes[name]} in the student: factorize the teacher instead of reshaping it{mapped}"
             )
     if spec is None:
         numbers = [(layer, layer) for layer in range(shape_of(teacher).num_layers)]
@@ -172,15 +173,15 @@ def like_pairs(
 def layer_term(
     name: str, pair: LayerPair, loss: Callable[[Taps, Taps, Tensor], LossSum], *aspects: Aspect
 ) -> LayerTerm:
-    """A term that needs the same aspects from both layers of a pair."""
-    of_student, of_teacher = (
+    """Return a term that needs the same aspects from both layers of a pair."""
+    student_taps, teacher_taps = (
         frozenset((aspect, layer) for aspect in aspects) for layer in (pair.student, pair.teacher)
     )
-    return LayerTerm(name, of_student, of_teacher, loss)
+    return LayerTerm(name, student_taps, teacher_taps, loss)
 
 
 def check_window(pair: LayerPair, *, causal: bool) -> None:
-    """Raise a UserError for layers of encoders with a window: the losses do not know what their tokens see."""
+    """Raise a UserError for layers of encoders with a window, which the losses do not support."""
     if pair.window is not None and not causal:
         raise UserError(
             f"layer {pair.student + 1} sees a window to both sides, and attention and relations are compared "
@@ -189,13 +190,13 @@ def check_window(pair: LayerPair, *, causal: bool) -> None:
 
 
 def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: bool) -> LayerTerm:
-    """`attention`: a loss on the queries and keys of both layers, with the arguments of `losses.attention_kl`."""
+    """Return the term `attention`: a loss on queries and keys of both layers, called as `losses.attention_kl` is."""
     check_window(pair, causal=causal)
 
     def inputs(taps: Taps, layer: int) -> losses.AttentionInputs:
         return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
 
-    def of_taps(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+    def compute(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         return loss(
             inputs(student, pair.student),
             inputs(teacher, pair.teacher),
@@ -205,7 +206,7 @@ def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: boo
             visible_until=teacher.visible_until,
         )
 
-    return layer_term("attention", pair, of_taps, "query", "key")
+    return layer_term("attention", pair, compute, "query", "key")
 
 
 def relation_term(
@@ -217,18 +218,20 @@ def relation_term(
     causal: bool,
     repeated: bool = False,
 ) -> LayerTerm:
-    """KL(R^T‖R^S) of one relation of both layers (MiniLMv2 eq. 6-8), such as that of the queries with the keys.
+    """Return KL(R^T‖R^S) of one relation of both layers (MiniLMv2 eq. 6-8), such as that of queries with keys.
 
-    Related are queries, keys or values, whose heads are cut anew into relation heads (or with `repeated` repeated to
-    their number), or hidden states. The number of relation heads divides the width of both sides in both models.
+    A relation is between queries, keys or values, whose heads are split again into relation heads (or with `repeated`
+    repeated to their number), or between hidden states. The number of relation heads divides the width of both sides in
+    both models.
     """
     check_window(pair, causal=causal)
 
     def inputs(taps: Taps, layer: int) -> losses.RelationInputs:
         tensors: list[Tensor] = [getattr(taps, side)[layer] for side in sides]
-        # Hidden states have one head. Both inputs are one tensor if the sides are: the loss looks at that.
-        left, right = (each.unsqueeze(1) if each.dim() == 3 else each for each in tensors)
-        left, right = (losses.repeat_heads(each, relation_heads) if repeated else each for each in (left, right))
+        # Hidden states have one head. A relation of a side with itself must pass one tensor twice: the loss checks the
+        # identity of its inputs.
+        left, right = (tensor.unsqueeze(1) if tensor.dim() == 3 else tensor for tensor in tensors)
+        left, right = (losses.repeat_heads(side, relation_heads) if repeated else side for side in (left, right))
         return losses.RelationInputs(left, left if sides[0] == sides[1] else right)
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
@@ -248,21 +251,21 @@ def relation_term(
 def mse_term(
     aspect: Aspect, pair: LayerPair, *, scale: Scale, name: str | None = None, mapped: bool = False
 ) -> LayerTerm:
-    """MSE of each token's features at one place of both models: MaKD eq. 13, 15, 16; TinyBERT eq. 8, 9.
+    """Return the MSE of each token's features at one place of both models: MaKD eq. 13, 15, 16; TinyBERT eq. 8, 9.
 
     The name of the term is by default that of the aspect. If the widths differ, a learned matrix maps the student's to
     the teacher's (`mapped`).
     """
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        of_student = student.projected[aspect] if mapped else getattr(student, aspect)
-        of_teacher = getattr(teacher, aspect)[pair.teacher]
-        return losses.matrix_mse(of_student[pair.student], of_teacher, mask, normalize=scale == "token")
+        student_features = student.projected[aspect] if mapped else getattr(student, aspect)
+        teacher_features = getattr(teacher, aspect)[pair.teacher]
+        return losses.matrix_mse(student_features[pair.student], teacher_features, mask, normalize=scale == "token")
 
     return layer_term(name or aspect, pair, loss, aspect)
 
 
 def weighted(settings: object, terms: Iterable[LayerTerm]) -> Terms:
-    """The terms with a weight over 0. The weight of a term is the setting of the same name."""
-    kept = [term for term in terms if getattr(settings, term.name) > 0]
-    return Terms({term.name: float(getattr(settings, term.name)) for term in kept}, kept)
+    """Return the terms with a weight over 0. The weight of a term is the setting of the same name."""
+    active = [term for term in terms if getattr(settings, term.name) > 0]
+    return Terms({term.name: float(getattr(settings, term.name)) for term in active}, active)

@@ -74,7 +74,7 @@ TERMS = (*MATRIX_TERMS, "attention", "hidden", "logits", "label")
 def build_makd(
     settings: MakdConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """The loss of MaKD (eq. 19): matrix terms in some layers, attention and hidden states in others, and logits.
+    """Build the loss of MaKD (eq. 19): matrix terms in some layers, attention and hidden states in others, and logits.
 
     A term is the sum over its layers of the mean over tokens, so it grows with the number of layers. A term with weight
     0 or without layers is left out: it is not in the weights, is not computed, and requests no taps. If sequences have
@@ -83,23 +83,24 @@ def build_makd(
     pairs = {pair.student: pair for pair in layers.like_pairs(settings.teacher_layers, teacher, student, method="makd")}
     layers.check_scores(settings.attention, teacher, student, method="makd")
     family, depth = family_of(student), shape_of(student).num_layers
-    acting = [
+    layer_sets = [
         layers.parse_layers(getattr(settings, key), depth, key=f"makd.{key}")
         for key in ("matrix_layers", "layer_layers")
     ]
-    of_matrices, of_layers = ([pairs[layer] for layer in named if layer in pairs] for named in acting)
-    aspects = [each for each in MATRIX_TERMS if not each.startswith("ffn_") or getattr(family, each) is not None]
+    matrix_pairs, layer_pairs = ([pairs[layer] for layer in named if layer in pairs] for named in layer_sets)
+    # A family names the projections of its feed-forward part; only gated ones have ffn_gate.
+    aspects = [name for name in MATRIX_TERMS if not name.startswith("ffn_") or getattr(family, name) is not None]
     inner = [
-        *(layers.mse_term(aspect, pair, scale=settings.scale) for aspect in aspects for pair in of_matrices),
+        *(layers.mse_term(aspect, pair, scale=settings.scale) for aspect in aspects for pair in matrix_pairs),
         *(
             layers.attention_term(pair, losses.attention_kl, causal=family.causal)
-            for pair in of_layers
-            if settings.attention > 0  # else windows to both sides do not matter
+            for pair in layer_pairs
+            if settings.attention > 0  # attention_term refuses windows to both sides, which matter to it alone
         ),
-        *(layers.mse_term("hidden", pair, scale=settings.scale) for pair in of_layers),
+        *(layers.mse_term("hidden", pair, scale=settings.scale) for pair in layer_pairs),
     ]
-    places = positions_of(settings.positions, causal=family.causal)
-    output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature, positions=places)
+    positions = positions_of(settings.positions, causal=family.causal)
+    output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature, positions=positions)
     terms = layers.weighted(settings, inner) | output | label_terms(settings.label, objective)
     if not terms.weights:
         raise UserError("makd: no term is left to train with: give one a weight over 0, and layers to act in")

@@ -61,7 +61,7 @@ class MinilmConfig:
 def build_minilm(
     settings: MinilmConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """KL(A^T‖A^S) of the attention (MiniLM §3.1) and KL of the value relations (§3.2), any depth and width.
+    """Build KL(A^T‖A^S) of the attention (MiniLM §3.1) and KL of the value relations (§3.2), any depth and width.
 
     The student's last layer learns from one layer of the teacher, or each layer of the student learns from one, as
     `teacher_layers` maps them (a term is then the sum over layers). The MSE of the values (Table 6) and the terms on
@@ -71,14 +71,14 @@ def build_minilm(
     layers.check_heads(teacher, student, method="minilm")
     causal = layers.same_direction(teacher, student, method="minilm")
     layers.check_scores(settings.attention, teacher, student, method="minilm")
-    of_student, of_teacher = shape_of(student), shape_of(teacher)
-    widths = of_student.num_kv_heads * of_student.value_dim, of_teacher.num_kv_heads * of_teacher.value_dim
-    hidden_widths = of_student.hidden_size, of_teacher.hidden_size
-    wrong = next((width for width in hidden_widths if width % of_student.num_heads != 0), None)
-    if settings.hidden_relation > 0 and wrong is not None:
+    student_shape, teacher_shape = shape_of(student), shape_of(teacher)
+    widths = student_shape.num_kv_heads * student_shape.value_dim, teacher_shape.num_kv_heads * teacher_shape.value_dim
+    hidden_widths = student_shape.hidden_size, teacher_shape.hidden_size
+    indivisible = next((width for width in hidden_widths if width % student_shape.num_heads != 0), None)
+    if settings.hidden_relation > 0 and indivisible is not None:
         raise UserError(
-            f"minilm.hidden_relation cuts hidden states into one part for each of the {of_student.num_heads} heads, "
-            f"which do not divide a width of {wrong}: set it to 0, or take method minilmv2 with relations hh"
+            f"minilm.hidden_relation cuts hidden states into one part for each of the {student_shape.num_heads} heads, "
+            f"which do not divide a width of {indivisible}: set it to 0, or take method minilmv2 with relations hh"
         )
     projections: dict[Mapped, tuple[int, int]] = {}
     if settings.value_mse > 0 and widths[0] != widths[1]:
@@ -87,7 +87,7 @@ def build_minilm(
         projections["hidden"] = hidden_widths
     # If both models repeat their values by a common factor, the relations repeat too: the least common number of heads
     # gives the same mean.
-    heads = math.lcm(of_student.num_kv_heads, of_teacher.num_kv_heads)
+    heads = math.lcm(student_shape.num_kv_heads, teacher_shape.num_kv_heads)
     pairs = layers.last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilm")
     mapped = "hidden" in projections
     attention_kl = partial(losses.attention_kl, direction="teacher_student")
@@ -96,19 +96,19 @@ def build_minilm(
         *(layers.attention_term(pair, attention_kl, causal=causal) for pair in pairs),
         # In grouped-query attention a value head counts for each head that uses it: the mean is over attention heads.
         *(relation("value_relation", ("value", "value"), pair, heads, repeated=True) for pair in pairs),
-        *(_value_mse(pair, scale=settings.scale, mapped="value" in projections) for pair in pairs),
-        *(relation("hidden_relation", ("hidden", "hidden"), pair, of_student.num_heads) for pair in pairs),
+        *(_make_value_term(pair, scale=settings.scale, mapped="value" in projections) for pair in pairs),
+        *(relation("hidden_relation", ("hidden", "hidden"), pair, student_shape.num_heads) for pair in pairs),
         *(layers.mse_term("hidden", pair, name="hidden_mse", scale=settings.scale, mapped=mapped) for pair in pairs),
     ]
     return Method(**vars(layers.weighted(settings, terms)), shift=causal, projections=projections)
 
 
-def _value_mse(pair: layers.LayerPair, *, scale: layers.Scale, mapped: bool) -> LayerTerm:
+def _make_value_term(pair: layers.LayerPair, *, scale: layers.Scale, mapped: bool) -> LayerTerm:
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         layer = pair.student
-        of_student = student.projected["value"][layer] if mapped else losses.side_by_side(student.value[layer])
-        of_teacher = losses.side_by_side(teacher.value[pair.teacher])
-        return losses.matrix_mse(of_student, of_teacher, mask, normalize=scale == "token")
+        student_values = student.projected["value"][layer] if mapped else losses.side_by_side(student.value[layer])
+        teacher_values = losses.side_by_side(teacher.value[pair.teacher])
+        return losses.matrix_mse(student_values, teacher_values, mask, normalize=scale == "token")
 
     return layers.layer_term("value_mse", pair, loss, "value")
 

@@ -74,27 +74,28 @@ Sides = tuple[Aspect, Aspect]
 def build_minilmv2(
     settings: Minilmv2Config, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """KL(R^T‖R^S) of each chosen relation (MiniLMv2 eq. 5); depth, width and number of heads of the models may differ.
+    """Build KL(R^T‖R^S) of each chosen relation (MiniLMv2 eq. 5); the models' depth, width and heads may differ.
 
     The student's last layer learns from one layer of the teacher, or each layer of the student learns from one, as
-    `teacher_layers` maps them (a term is then the sum over layers). If the layer is to be searched for, the search must
-    be done before. The weight of each relation is α_ij times one common factor. The method never uses the logits,
+    `teacher_layers` maps them (a term is then the sum over layers). A search for the layer must
+    come before. The weight of each relation is α_ij times one common factor. The method never uses the logits,
     whatever the objective is.
     """
     if settings.teacher_layer == "auto":
         raise UserError("minilmv2.teacher_layer is auto, which only a run on a text searches for: name a layer")
     causal = same_direction(teacher, student, method="minilmv2")
     relations = {f"relation_{left}{right}": (SIDES[left], SIDES[right]) for left, right in settings.relations}
-    of_teacher, of_student = (
-        sorted({_width(shape_of(config), sides) for sides in relations.values()}) for config in (teacher, student)
+    teacher_widths, student_widths = (
+        sorted({_compute_width(shape_of(config), sides) for sides in relations.values()})
+        for config in (teacher, student)
     )
-    common = math.gcd(*of_teacher, *of_student)
+    common = math.gcd(*teacher_widths, *student_widths)
     if common % settings.relation_heads != 0:
         divisors = [number for number in range(1, common + 1) if common % number == 0]
         raise UserError(
             f"minilmv2.relation_heads is {settings.relation_heads}: it must divide the width of what is related, "
-            f"{', '.join(map(str, of_teacher))} in the teacher and {', '.join(map(str, of_student))} in the student; "
-            f"give one of {', '.join(map(str, divisors))}"
+            f"{', '.join(map(str, teacher_widths))} in the teacher and {', '.join(map(str, student_widths))} in the "
+            f"student; give one of {', '.join(map(str, divisors))}"
         )
     pairs = last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilmv2")
     return Method(
@@ -108,8 +109,8 @@ def build_minilmv2(
     )
 
 
-def _width(shape: Shape, sides: Sides) -> int:
-    """The width of both sides after the side with fewer heads is repeated."""
+def _compute_width(shape: Shape, sides: Sides) -> int:
+    """Return the width of both sides after the side with fewer heads is repeated."""
     if "hidden" in sides:
         return shape.hidden_size
     if sides == ("value", "value"):

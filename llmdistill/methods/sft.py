@@ -29,7 +29,7 @@ def build_sft(
 def build_untrained(
     settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """Build what scores a student that is not trained: sft, or the pooling of embeddings, which no labels are for."""
+    """Build the method that scores an untrained student: sft, or the pooling of embeddings, which have no labels."""
     if objective.sequences == "embeddings":
         return Method({}, shift=is_causal(student), pooling=objective.pooling)
     return build_sft(settings, teacher, student, objective)

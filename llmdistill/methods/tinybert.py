@@ -50,7 +50,7 @@ class TinybertConfig:
 def build_tinybert(
     settings: TinybertConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
-    """MSE of the attention scores (eq. 7), hidden states (eq. 8) and embedding (eq. 9); soft cross-entropy (eq. 10).
+    """Build MSE of attention scores (eq. 7), hidden states (eq. 8), embedding (eq. 9); soft cross-entropy (eq. 10).
 
     Layer m of the student learns from layer m·L/M of the teacher, or as `teacher_layers` says; a term is the sum over
     the student's layers (eq. 11).
@@ -58,9 +58,9 @@ def build_tinybert(
     """
     causal = layers.same_direction(teacher, student, method="tinybert")
     layers.check_scores(settings.attention, teacher, student, method="tinybert")
-    of_student, of_teacher = shape_of(student), shape_of(teacher)
+    student_shape, teacher_shape = shape_of(student), shape_of(teacher)
     numbers = layers.map_layers(settings.teacher_layers, teacher, student, key="tinybert.teacher_layers")
-    widths = of_student.hidden_size, of_teacher.hidden_size
+    widths = student_shape.hidden_size, teacher_shape.hidden_size
     aspects: tuple[Aspect, ...] = ("hidden", "embedding") if widths[0] != widths[1] else ()
     projections: dict[Mapped, tuple[int, int]] = {aspect: widths for aspect in aspects if getattr(settings, aspect) > 0}
     terms: list[LayerTerm] = []
@@ -68,7 +68,8 @@ def build_tinybert(
         layers.check_heads(teacher, student, method="tinybert.attention")
         pairs = layers.pair_layers(numbers, teacher, student, method="tinybert.attention")
         terms += [layers.attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs]
-    pairs = [layers.LayerPair(mine, theirs, None) for mine, theirs in numbers]
+    # Hidden states can be compared whatever the attention windows are, so that pairs carry none here.
+    pairs = [layers.LayerPair(student_layer, teacher_layer, None) for student_layer, teacher_layer in numbers]
     terms += [layers.mse_term("hidden", pair, scale=settings.scale, mapped="hidden" in projections) for pair in pairs]
     embedding = layers.LayerPair(0, 0, None)
     terms.append(layers.mse_term("embedding", embedding, scale=settings.scale, mapped="embedding" in projections))

@@ -33,9 +33,9 @@ Describe = Callable[[Path, float], object]
 def export_dense(student_dir: Path | str, out_dir: Path | str, *, describe: Describe | None = None) -> dict[str, Any]:
     """Export a student's folder as a stock model, which loads without llmdistill; tokenizer files are copied too.
 
-    Weights of few bits become the floats that they stand for.
+    Quantized weights become floats.
 
-    The new folder is loaded again and its logits are compared with the student's before the folder gets its name.
+    The new folder gets its name only after it was loaded again and its logits agreed with the student's.
     Raises UserError if the folder is no student, if `out_dir` is not empty, or if the logits differ (see TOLERANCES).
     Returns output, params, and largest_difference of a logit. `describe` adds a card.
     """
@@ -53,6 +53,7 @@ def export_dense(student_dir: Path | str, out_dir: Path | str, *, describe: Desc
         merge(model)
         params = count_parameters(model)
         save_model(model, folder, student_dir)
+        # Two more models are loaded for the comparison; without this, three would be in memory.
         del model
         expected, exported = (
             first_outputs(load_model(path, dtype=torch.float32, head="saved")) for path in (student_dir, folder)
@@ -60,7 +61,7 @@ def export_dense(student_dir: Path | str, out_dir: Path | str, *, describe: Desc
         difference = (exported - expected).abs().max().item()
         largest = max(1.0, expected.abs().max().item())
         allowed = tolerance * largest
-        if not difference <= allowed:  # how far do the student's own logits depend on the rounding of fp32?
+        if not difference <= allowed:  # unless the student's own logits depend as much on the rounding of fp32
             exact = first_outputs(load_model(student_dir, dtype=torch.float64, head="saved"))
             allowed = max(allowed, 2 * (expected - exact).abs().max().item())
         if not difference <= allowed:  # a NaN must also be an error
@@ -75,7 +76,7 @@ def export_dense(student_dir: Path | str, out_dir: Path | str, *, describe: Desc
 
 @torch.no_grad()
 def first_outputs(model: PreTrainedModel) -> Tensor:
-    """The first output of a model (logits, or last hidden state of a base model) for two random sequences."""
+    """Return the first output of a model (logits, or a base model's last hidden state) for two random sequences."""
     length = max_positions(model.config, 32) // 2
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(model.config.get_text_config().vocab_size, (2, length), generator=generator)

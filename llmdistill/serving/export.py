@@ -38,16 +38,16 @@ def export(
     bits: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> dict[str, Any]:
-    """Do the work of `llmdistill.export`, and give the new folder the card of the student's folder, if it has one."""
+    """Export as `llmdistill.export` does, and give the new folder the card of the student's folder, if it has one."""
     if to not in get_args(ExportTo) or (int8 and to != "onnx"):
         raise UserError(
             f"export to={to!r} int8={int8}: give to='dense', 'onnx', 'int8' or 'int4', and int8 with onnx alone"
         )
-    few = to in ("int8", "int4")
-    if any(bits.values()) and not few:
+    is_quantized = to in ("int8", "int4")
+    if any(bits.values()) and not is_quantized:
         raise UserError(f"export to={to!r}: {', '.join(bits)} are for 'int8' and 'int4': leave them out")
     write: Callable[..., dict[str, Any]] = export_dense if to == "dense" else partial(export_onnx, int8=int8)
-    settings = changed(QuantizeConfig(), {"weights": to if few else "none", **bits}, key="")
+    settings = changed(QuantizeConfig(), {"weights": to if is_quantized else "none", **bits}, key="")
     if settings.weights != "none":
         write = partial(export_quantized, settings=settings)
     if isinstance(student, PreTrainedModel):

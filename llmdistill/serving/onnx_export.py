@@ -1,4 +1,4 @@
-"""Exports a model to ONNX with its factors kept, compared with the model itself and measured beside the dense model."""
+"""Exports a model to ONNX with its factors, compares it with the model, and times it beside the dense model."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def export_onnx(
                 "for; take --to dense"
             )
         params, factorized = count_parameters(model), is_factorized(model)
-        graphs = {"": _written(model, folder / FILE)}
+        graphs = {"": _write_graph(model, folder / FILE)}
         difference, own = graphs[""].difference(model)
         allowed = max(TOLERANCE, 2 * own)
         if not difference <= allowed:  # a NaN must also be an error
@@ -88,14 +88,14 @@ def export_onnx(
             )
         figures: dict[str, Any] = {"largest_difference": difference}
         if int8:
-            graphs["int8_"] = _quantized(graphs[""], folder / INT8_FILE)
+            graphs["int8_"] = _quantize_graph(graphs[""], folder / INT8_FILE)
             figures["int8_largest_difference"], _ = graphs["int8_"].difference(model)
         if factorized:
             merge(model)
-            graphs["dense_"] = _written(model, Path(scratch) / FILE)
+            graphs["dense_"] = _write_graph(model, Path(scratch) / FILE)
         model.config.save_pretrained(folder)
         copy_companions(model_dir, folder)
-        figures |= _measured(graphs, model)
+        figures |= _time_graphs(graphs, model)
         if describe is not None:
             describe(folder, difference)
     return {"output": str(out_dir), "params": params, **figures}
@@ -111,7 +111,7 @@ class _Graph:
 
     @property
     def files(self) -> list[Path]:
-        """With the weights of a large model beside it."""
+        """The file, and for a large model that of its weights beside it."""
         return list(self.file.parent.glob(f"{self.file.name}*"))
 
     def session(self) -> Any:
@@ -122,40 +122,40 @@ class _Graph:
         return onnxruntime.InferenceSession(self.file, options, providers=["CPUExecutionProvider"])
 
     def feed(self, ids: Tensor, mask: Tensor, past: _Arrays | None = None) -> dict[str, Any]:
-        """The inputs for tokens (B, T) and the mask (B, tokens before + T) of all; by default there are none before."""
+        """Return the inputs for tokens (B, T) and a mask (B, tokens before + T); by default no tokens come before."""
         place = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
         arrays = {key: value.numpy() for key, value in {**values, "position_ids": place}.items() if key in self.inputs}
         empty = {
-            name: np.zeros((len(ids), each.shape[1], 0, each.shape[3]), np.float32)
-            for name, each in self.inputs.items()
+            name: np.zeros((len(ids), tensor.shape[1], 0, tensor.shape[3]), np.float32)
+            for name, tensor in self.inputs.items()
             if name.startswith("past_")
         }
         return {**arrays, **(empty if past is None else past)}
 
     def past(self, outputs: list[Any]) -> dict[str, Any]:
-        """What a decoder gave as present, as the past of its next call."""
+        """Return the present key and values of a decoder as the past of its next call."""
         named = zip(self.outputs, outputs, strict=True)
         return {f"past_key_values{name.removeprefix('present')}": value for name, value in named if "present" in name}
 
     def difference(self, model: PreTrainedModel) -> tuple[float, float]:
-        """The largest difference from the model in fp64 at real tokens, as a share of its largest output, and the same
-        of the model in fp32; NaN if an output is."""
-        session, (ids, mask) = self.session(), _sequences(model, 3, 40)
-        fed = self.feed(ids, mask)
-        places = {key: torch.from_numpy(fed[key]) for key in ("position_ids",) if key in fed}
+        """Return the largest difference from the model in fp64 at real tokens, as a share of its largest output, and
+        that of the model in fp32; NaN if an output is NaN."""
+        session, (ids, mask) = self.session(), _make_sequences(model, 3, 40)
+        inputs = self.feed(ids, mask)
+        places = {key: torch.from_numpy(inputs[key]) for key in ("position_ids",) if key in inputs}
         own: Tensor = model(input_ids=ids, attention_mask=mask, **places)[0]
         expected: Tensor = model.double()(input_ids=ids, attention_mask=mask, **places)[0]
         model.float()
         real = mask > 0 if expected.dim() == 3 else torch.ones(len(ids), dtype=torch.bool)
-        found = [torch.from_numpy(session.run(self.outputs[:1], fed)[0])]
-        if len(self.outputs) > 1:  # the last token again, after the others
+        outputs = [torch.from_numpy(session.run(self.outputs[:1], inputs)[0])]
+        if len(self.outputs) > 1:  # a decoder must also agree for its last token after a cache of the others
             before = session.run(self.outputs, self.feed(ids[:, :-1], mask[:, :-1]))
             last = session.run(self.outputs, self.feed(ids[:, -1:], mask, self.past(before)))[0]
-            found.append(torch.cat([torch.from_numpy(before[0]), torch.from_numpy(last)], dim=1))
+            outputs.append(torch.cat([torch.from_numpy(before[0]), torch.from_numpy(last)], dim=1))
         largest = max(1.0, expected[real].abs().max().item())
-        apart = torch.stack([(each - expected)[real].abs().max() for each in (own, *found)]) / largest
-        return float(apart[1:].max()), float(apart[0])
+        differences = torch.stack([(output - expected)[real].abs().max() for output in (own, *outputs)]) / largest
+        return float(differences[1:].max()), float(differences[0])
 
 
 class _Plain(nn.Module):
@@ -190,24 +190,24 @@ class _Cached(_Plain):
             use_cache=True,
             **{self.argument: cache},
         )
-        return (outputs.logits, *_tensors(cache))
+        return (outputs.logits, *_list_tensors(cache))
 
 
-def _tensors(cache: Any) -> list[Tensor]:
+def _list_tensors(cache: Any) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
-def _sequences(model: PreTrainedModel, count: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Random tokens (B, T) and a mask, in which the first sequence has padding before it, or behind it in an encoder.
+def _make_sequences(model: PreTrainedModel, count: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return random tokens (B, T) and a mask; the first sequence has padding, on the left for decoders.
 
-    The tokens leave out the first ids, of which one may be the padding that RoBERTa counts positions by.
+    The padding token is left out, because RoBERTa counts positions by it.
     """
     config = model.config.get_text_config()
     length = min(tokens, getattr(config, "max_position_embeddings", tokens) - 4)
-    words = torch.arange(config.vocab_size)
-    words = words[words != config.pad_token_id] if config.pad_token_id is not None else words
-    chosen = torch.randint(len(words), (count, length), generator=torch.Generator().manual_seed(0))
-    ids, mask = words[chosen], torch.ones(count, length, dtype=torch.long)
+    token_ids = torch.arange(config.vocab_size)
+    token_ids = token_ids[token_ids != config.pad_token_id] if config.pad_token_id is not None else token_ids
+    chosen = torch.randint(len(token_ids), (count, length), generator=torch.Generator().manual_seed(0))
+    ids, mask = token_ids[chosen], torch.ones(count, length, dtype=torch.long)
     padding = slice(0, length // 4) if model.can_generate() else slice(length - length // 4, length)
     mask[0, padding] = 0
     if config.pad_token_id is not None:
@@ -215,46 +215,46 @@ def _sequences(model: PreTrainedModel, count: int, tokens: int) -> tuple[Tensor,
     return ids, mask
 
 
-def _written(model: PreTrainedModel, file: Path) -> _Graph:
+def _write_graph(model: PreTrainedModel, file: Path) -> _Graph:
     """Write the graph of a model, which keeps its attention implementation."""
     import onnx
 
-    program, inputs, outputs, axes = _traced(model)
+    program, inputs, outputs, axes = _prepare_trace(model)
     implementation = model.config._attn_implementation
     logger = logging.getLogger("torch.onnx")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of packages that are not needed
+    logger.setLevel(logging.ERROR)  # it warns of packages that this export does not need
     model.set_attn_implementation("eager")  # plain products, which ONNX Runtime fuses itself
     try:
         with Activity("Writing the graph of ONNX"):
             torch.onnx.export(
                 program.eval(),
-                tuple(_nested(inputs)),
+                tuple(_nest_past(inputs)),
                 file,
                 dynamo=True,
-                dynamic_shapes=tuple(_nested(axes)),
+                dynamic_shapes=tuple(_nest_past(axes)),
                 input_names=list(inputs),
                 output_names=outputs,
-                external_data=sum(each.nbytes for each in model.parameters()) > _LARGE,
+                external_data=sum(parameter.nbytes for parameter in model.parameters()) > _LARGE,
                 verbose=False,
             )
     finally:
         model.set_attn_implementation(implementation)
         logger.setLevel(level)
     written = onnx.load(file, load_external_data=False)
-    weights = {each.name for each in written.graph.initializer}
-    repeated = [each for each in written.graph.value_info if each.name in weights]
+    weights = {tensor.name for tensor in written.graph.initializer}
+    repeated = [value for value in written.graph.value_info if value.name in weights]
     if repeated:  # old exporters give the shapes of weights twice, and ONNX Runtime transposes only one for int8
-        for each in repeated:
-            written.graph.value_info.remove(each)
+        for value in repeated:
+            written.graph.value_info.remove(value)
         onnx.save(written, file)
     return _Graph(file, inputs, outputs)
 
 
-def _traced(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[str], dict[str, Any]]:
-    """What is exported: the function, examples of its inputs by name, the names of its outputs, and the free axes."""
+def _prepare_trace(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[str], dict[str, Any]]:
+    """Return the function to export, examples of its inputs by name, the names of its outputs, and the free axes."""
     free = torch.export.Dim.DYNAMIC
-    ids, mask = (each[:2, :7] for each in _sequences(model, 2, 7))
+    ids, mask = (tensor[:2, :7] for tensor in _make_sequences(model, 2, 7))
     mask = torch.ones_like(mask)
     inputs = {"input_ids": ids, "attention_mask": mask}
     if not model.can_generate():
@@ -271,29 +271,29 @@ def _traced(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[
             "of a decoder has; take --to dense"
         )
     model(input_ids=ids[:, :half], use_cache=True, **{argument: cache})
-    past = _tensors(cache)
+    past = _list_tensors(cache)
     inputs["input_ids"] = ids[:, half:]
     inputs["position_ids"] = torch.arange(half, ids.shape[1]).expand(2, -1)
     axes = {name: {0: free, 1: free} for name in inputs}
     layers = [f"{layer}.{part}" for layer in range(len(past) // 2) for part in ("key", "value")]
-    names = [f"past_key_values.{each}" for each in layers]
+    names = [f"past_key_values.{layer}" for layer in layers]
     inputs |= dict(zip(names, past, strict=True))
     axes |= {name: {0: free, 2: free} for name in names}
-    return _Cached(model, argument), inputs, ["logits", *(f"present.{each}" for each in layers)], axes
+    return _Cached(model, argument), inputs, ["logits", *(f"present.{layer}" for layer in layers)], axes
 
 
-def _nested(named: Mapping[str, Any]) -> list[Any]:
-    """Values in their order, with those of the past as a list of their own at the end, as `_Cached` takes them."""
+def _nest_past(named: Mapping[str, Any]) -> list[Any]:
+    """Return values in their order, with those of the past as a list at the end, the signature of `_Cached`."""
     past = [value for name, value in named.items() if name.startswith("past_")]
     return [*(value for name, value in named.items() if not name.startswith("past_")), *([past] if past else [])]
 
 
-def _quantized(graph: _Graph, file: Path) -> _Graph:
+def _quantize_graph(graph: _Graph, file: Path) -> _Graph:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     root = logging.getLogger()
     level = root.level
-    root.setLevel(logging.ERROR)  # it advises a step that these graphs do not need
+    root.setLevel(logging.ERROR)  # it recommends a preprocessing step that these graphs do not need
     try:
         int8 = {"weight_type": QuantType.QInt8, "per_channel": True}  # one scale a matrix loses half as much again
         quantize_dynamic(graph.file, file, use_external_data_format=len(graph.files) > 1, **int8)
@@ -302,9 +302,9 @@ def _quantized(graph: _Graph, file: Path) -> _Graph:
     return _Graph(file, graph.inputs, graph.outputs)
 
 
-def _measured(graphs: Mapping[str, _Graph], model: PreTrainedModel) -> dict[str, Any]:
-    """Sizes, and the medians of times that are taken in turns, so that another load of the machine meets all alike."""
-    ids, mask = _sequences(model, _SEQUENCES, _TOKENS)
+def _time_graphs(graphs: Mapping[str, _Graph], model: PreTrainedModel) -> dict[str, Any]:
+    """Return sizes and median times. The graphs alternate, so that other load on the machine affects all alike."""
+    ids, mask = _make_sequences(model, _SEQUENCES, _TOKENS)
     mask = torch.ones_like(mask)
     calls: dict[str, Any] = {}
     for prefix, graph in graphs.items():
@@ -319,5 +319,5 @@ def _measured(graphs: Mapping[str, _Graph], model: PreTrainedModel) -> dict[str,
             started = time.perf_counter()
             session.run(None, feed)
             times[name].append(1000 * (time.perf_counter() - started))
-    sizes = {f"{prefix}bytes": sum(each.stat().st_size for each in graph.files) for prefix, graph in graphs.items()}
-    return sizes | {name: statistics.median(values[1:]) for name, values in times.items()}  # the first warms up
+    sizes = {f"{prefix}bytes": sum(file.stat().st_size for file in graph.files) for prefix, graph in graphs.items()}
+    return sizes | {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round warms up

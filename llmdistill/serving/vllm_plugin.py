@@ -30,9 +30,9 @@ from llmdistill.students.modules import LowRankLinear
 PARTS = "llmdistill_parts"
 """The attribute of a vLLM layer that holds its parts."""
 TAKEN = "llmdistill_taken"
-"""The attribute of a vLLM layer whose parts have their weights: where the biases of low-rank parts are in its own."""
+"""The attribute of a vLLM layer with loaded weights: the offsets of low-rank parts' biases in the layer's bias."""
 _NUMBERS = {None: 0, "q": 0, "k": 1, "v": 2}
-"""What vLLM calls the parts of an attention layer, and a layer's only part; those of other layers have numbers."""
+"""vLLM's names for the parts of an attention layer, and for a layer's only part; other layers have numbers."""
 
 
 class FactorizedLinearMethod(LinearMethodBase):
@@ -60,9 +60,9 @@ class FactorizedLinearMethod(LinearMethodBase):
         """Register the parameters that the factors of this rank are loaded into."""
         outputs = output_partition_sizes
         split = input_size_per_partition != input_size or sum(outputs) != output_size
-        whole = len(self.sizes) == 1 and len(outputs) > 1  # the student has one matrix for several outputs, as GPT-2
-        if split and (self.method != "svd" or whole):
-            what = "a matrix that makes query, key and value" if whole else f"factors of the kind {self.method}"
+        is_fused = len(self.sizes) == 1 and len(outputs) > 1  # the student has one matrix for several outputs, as GPT-2
+        if split and (self.method != "svd" or is_fused):
+            what = "a matrix that makes query, key and value" if is_fused else f"factors of the kind {self.method}"
             raise UserError(f"{self.prefix}: {what} cannot be split over tensor_parallel_size ranks; set it to 1")
         make = KINDS[self.method].linear
         with torch.device("meta"):  # the bias is the layer's own, but that of a low-rank part has a name inside of it
@@ -70,7 +70,7 @@ class FactorizedLinearMethod(LinearMethodBase):
                 nn.Linear(input_size_per_partition, m, bias=False)
                 if size is None
                 else make(input_size_per_partition, m, size, bias=make is LowRankLinear)
-                for size, m in zip(self.sizes.values(), [sum(outputs)] if whole else outputs, strict=True)
+                for size, m in zip(self.sizes.values(), [sum(outputs)] if is_fused else outputs, strict=True)
             ]
         add_parameters(layer, parts, list(self.sizes), params_dtype)
 
@@ -85,7 +85,7 @@ class FactorizedLinearMethod(LinearMethodBase):
 
 
 class FactorizedStudent(QuantizationConfig):
-    """The factorization of a student, as vLLM asks for it."""
+    """The factorization of a student, in the form of vLLM's quantization configs."""
 
     def __init__(self, factorization: FactorizedConfig) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class FactorizedStudent(QuantizationConfig):
         )
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
-        """Return what runs a layer: embeddings, experts and attention are vLLM's own."""
+        """Return the method of a layer; embeddings, experts and attention keep vLLM's own."""
         if not isinstance(layer, LinearBase):
             return None
         sizes = sizes_of(self.factorization, prefix, self.packed_modules_mapping)
@@ -157,13 +157,13 @@ def sizes_of(
     sizes: dict[str, Size | None] = {}
     for part in fused.get(leaf, [leaf]):
         name = f".{parent}.{part}"
-        found = [own for own in factorization.modules if name.endswith(f".{own}")]
-        if not found and part != leaf:
-            # vLLM's BERT says attention.output where the student has attention.self. The layer's number and the name
-            # of such a part say which one is meant.
-            alike = (own for own in factorization.modules if own.rpartition(".")[2] == part)
-            found = [own for own in alike if [word for word in own.split(".") if word.isdigit()] == numbers]
-        sizes[part] = factorization.modules[found[0]] if len(found) == 1 else None
+        matches = [module for module in factorization.modules if name.endswith(f".{module}")]
+        if not matches and part != leaf:
+            # vLLM's BERT has attention.output where the student has attention.self; the number of the layer and the
+            # name of the part identify it.
+            alike = (module for module in factorization.modules if module.rpartition(".")[2] == part)
+            matches = [module for module in alike if [word for word in module.split(".") if word.isdigit()] == numbers]
+        sizes[part] = factorization.modules[matches[0]] if len(matches) == 1 else None
     return sizes
 
 
@@ -175,18 +175,18 @@ def add_parameters(layer: nn.Module, parts: Sequence[nn.Module], names: Sequence
             shapes[name][index] = tensor
     # Not as modules: vLLM looks in the student's weights for the parameters of every module when it loads new ones.
     setattr(layer, PARTS, tuple(parts))
-    for name, of_parts in shapes.items():
-        floating = next(iter(of_parts.values())).is_floating_point()
-        total = sum(tensor.numel() for tensor in of_parts.values())
-        # Values that no weights have, so that what was not loaded is found.
+    for name, tensors in shapes.items():
+        floating = next(iter(tensors.values())).is_floating_point()
+        total = sum(tensor.numel() for tensor in tensors.values())
+        # Values that no weights have, so that `take_loaded` finds tensors that were not loaded.
         empty = torch.full((total,), torch.nan, dtype=dtype) if floating else torch.full((total,), -1)
         flat: Any = nn.Parameter(empty, requires_grad=False)
         places, start = {}, 0
-        for index, tensor in of_parts.items():
+        for index, tensor in tensors.items():
             places[index] = (start, tensor.shape)
             start += tensor.numel()
         flat.places = places
-        flat.weight_loader = _loader(layer, f"{'/'.join(names)}.{name}")
+        flat.weight_loader = _make_loader(layer, f"{'/'.join(names)}.{name}")
         owner = layer
         for word in name.split(".")[:-1]:
             if not hasattr(owner, word):
@@ -195,10 +195,10 @@ def add_parameters(layer: nn.Module, parts: Sequence[nn.Module], names: Sequence
         owner.register_parameter(name.rpartition(".")[2], flat)
 
 
-def _loader(layer: Any, name: str) -> Callable[..., None]:
-    """The function by which vLLM loads a tensor of the student's weights into a flat parameter.
+def _make_loader(layer: Any, name: str) -> Callable[..., None]:
+    """Return the function by which vLLM loads a tensor of the student's weights into a flat parameter.
 
-    When vLLM loads new weights, it takes the parameter by the name that it has in its own functions.
+    Its arguments have the names of vLLM's own loaders, because reloading passes `param` by name.
     """
 
     @torch.no_grad()
@@ -211,27 +211,28 @@ def _loader(layer: Any, name: str) -> Callable[..., None]:
             )
         start, shape = param.places[part]
         if loaded.ndim == 2 and loaded.shape != shape and loaded.T.shape == shape:
-            # vLLM's GPT-2 transposes every matrix, because those of the dense model need it. Square ones wait for this.
+            # vLLM's GPT-2 transposes every matrix, because the dense model's need it. The shape of a square one
+            # does not show that, so a flag records it.
             loaded, layer.llmdistill_transposed = loaded.T, True
-        elif hasattr(layer, TAKEN) and _turns(layer, shape):
+        elif hasattr(layer, TAKEN) and _is_transposed(layer, shape):
             loaded = loaded.T
-        own = _own_part(loaded, shape, layer, name)
+        own = _cut_shard(loaded, shape, layer, name)
         param.data[start : start + own.numel()].view(shape).copy_(own)
         if part in getattr(layer, TAKEN, ()) and name.endswith(f".{LowRankLinear.bias_name}"):
             first = getattr(layer, TAKEN)[part]
-            # vLLM counts what `copy_` writes while it loads new weights, and this is no parameter of its own.
+            # While vLLM reloads weights it counts the elements that `copy_` writes, and this bias is none of its own.
             torch.add(own, 0.0, out=layer.bias.data[first : first + own.numel()])
 
     return load
 
 
-def _turns(layer: Any, shape: torch.Size) -> bool:
-    """Whether a matrix was loaded transposed, which its shape does not show."""
+def _is_transposed(layer: Any, shape: torch.Size) -> bool:
+    """Return whether a square matrix was loaded transposed, which its shape does not show."""
     return len(shape) == 2 and shape[0] == shape[1] and getattr(layer, "llmdistill_transposed", False)
 
 
-def _own_part(loaded: Tensor, shape: torch.Size, layer: Any, name: str) -> Tensor:
-    """Cut out what this rank of tensor parallelism has of a tensor."""
+def _cut_shard(loaded: Tensor, shape: torch.Size, layer: Any, name: str) -> Tensor:
+    """Cut out the part of a tensor that this rank of tensor parallelism has."""
     for axis, size in enumerate(shape):
         ranks, rest = divmod(loaded.shape[axis], size)
         if rest or ranks == 0 or layer.tp_size % ranks:
@@ -246,7 +247,7 @@ def _own_part(loaded: Tensor, shape: torch.Size, layer: Any, name: str) -> Tenso
 
 @torch.no_grad()
 def take_loaded(layer: Any, names: Sequence[str]) -> None:
-    """Let the parts read what was loaded, where it is, and move a low-rank part's bias to the layer's own.
+    """Let the parts share the memory of the loaded parameters, and move a low-rank part's bias to the layer's own.
 
     Raises:
         UserError: the student's weights lack a tensor.
@@ -254,14 +255,14 @@ def take_loaded(layer: Any, names: Sequence[str]) -> None:
     if hasattr(layer, TAKEN):  # the parts read the new weights already
         return
     parts = getattr(layer, PARTS)
-    start, taken = 0, {}
+    start, bias_offsets = 0, {}
     for index, (name, part) in enumerate(zip(names, parts, strict=True)):
         values = {}
         for key in part.state_dict():
             flat = layer.get_parameter(key)
-            at, shape = flat.places[index]
-            value = flat.data[at : at + shape.numel()].view(shape)
-            if _turns(layer, shape):
+            offset, shape = flat.places[index]
+            value = flat.data[offset : offset + shape.numel()].view(shape)
+            if _is_transposed(layer, shape):
                 value.copy_(value.T.clone())
             missing = value.isnan().any() if flat.is_floating_point() else (value < 0).any()
             if missing and key != LowRankLinear.bias_name:
@@ -275,6 +276,6 @@ def take_loaded(layer: Any, names: Sequence[str]) -> None:
         outputs = part.out_features
         if bias is not None and not bias.isnan().any():
             layer.bias.data[start : start + outputs] = bias
-            taken[index] = start
+            bias_offsets[index] = start
         start += outputs
-    setattr(layer, TAKEN, taken)
+    setattr(layer, TAKEN, bias_offsets)
