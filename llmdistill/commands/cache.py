@@ -1,4 +1,4 @@
-"""The command that keeps a teacher's outputs for the training set of a run: its arguments and summary.
+"""The command that stores a teacher's outputs for the training set of a run: its arguments and summary.
 
 llmdistill cache [--num_gpus N] --output DIR [--recipe NAME] [--cache.content top_k] [--KEY VALUE ...]
 """
@@ -49,8 +49,8 @@ def cache(arguments: Sequence[str]) -> None:
 
     quiet_transformers()
     plan = make_plans(config)[0]
-    asked = config.teacher.others.get(settings.teacher, config.teacher)
-    with process_group(needed=asked.is_sharded) as world:
+    teacher = config.teacher.others.get(settings.teacher, config.teacher)
+    with process_group(needed=teacher.is_sharded) as world:
         data = plan.task.read_on_all(plan.models).prepared()
         record = make_cache(plan, data, settings, parsed.output)
     if world.is_main:
@@ -63,9 +63,9 @@ def cache(arguments: Sequence[str]) -> None:
             "bytes_per_token": size / max(1, tokens),
             "seconds": time.perf_counter() - began,
         }
-        said = (
+        sentence = (
             f"{parsed.output} has the teacher's outputs for {record['examples']:,} examples of {tokens:,} tokens: "
             f"{byte_size(size)}, {summary['bytes_per_token']:,.0f} bytes a token, in {summary['seconds']:.1f} s. "
             f"Train with --teacher.cache {parsed.output}"
         )
-        print_result(summary if parsed.json else said)
+        print_result(summary if parsed.json else sentence)

@@ -65,6 +65,7 @@ class CompareConfig:
             raise ValueError("--rows names rows of a table of encoders: name that table with --suite, or leave it out")
         if self.suite not in table_names():
             return
+        # A setting that differs from its default was given by the user.
         defaults = CompareConfig()
         for name in ("starts", "seeds", "learning_rates", "sizes"):
             if getattr(self, name) != getattr(defaults, name):
@@ -100,13 +101,13 @@ def compare(arguments: Sequence[str]) -> int:
     parsed, rest = parse_own(build_parser(), arguments)
     settings = build(parsed, CompareConfig, prefix="--")
     if settings.suite in table_names():
-        rows = None if settings.rows is None else _listed(settings.rows)
+        rows = None if settings.rows is None else _split_list(settings.rows)
         return compare_table(parsed, rest, launcher_flags, rows=rows, command=command)
     recipe, flags = parse_run(rest, METHODS)
     if recipe.data.kind not in ("instructions", "text"):
-        has = "data.kind is" if flags.recipe is None else f"--recipe {flags.recipe} has data.kind"
+        prefix = "data.kind is" if flags.recipe is None else f"--recipe {flags.recipe} has data.kind"
         raise UserError(
-            f"{has} {recipe.data.kind}, and a comparison scores answers to instructions or the perplexity of texts: "
+            f"{prefix} {recipe.data.kind}, and a comparison scores answers to instructions or the perplexity of texts: "
             "take a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
         )
     suite = choose_suite(settings, recipe.data.kind)
@@ -124,7 +125,7 @@ def compare(arguments: Sequence[str]) -> int:
     launcher = Launcher(tuple(launcher_flags), settings.trials_at_once)
     launcher.check()
     study = MethodStudy(
-        recipe=with_prompt(recipe),  # of the teacher, also for students that an earlier run has left
+        recipe=with_prompt(recipe),  # fixed by the teacher, so that students of earlier runs get it too
         root=Path(settings.output_dir or default),
         variants=suite.variants,
         grid={"train.learning_rate": rates},
@@ -153,14 +154,14 @@ def choose_suite(settings: CompareConfig, kind: str) -> Suite:
     else:
         usual = ("none", "sft", "kd", "seqkd", "makd")
         default = [name for name in usual if kind != "text" or not METHODS[name].teacher_writes]
-        names = default if settings.methods is None else _listed(settings.methods)
+        names = default if settings.methods is None else _split_list(settings.methods)
         suite = Suite("Did it help? Methods under equal conditions", load_methods(names))
     if settings.starts is None:
         return suite
-    return replace(suite, variants=from_starts(suite.variants, load_starts(_listed(settings.starts))))
+    return replace(suite, variants=from_starts(suite.variants, load_starts(_split_list(settings.starts))))
 
 
-def _listed(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

@@ -40,13 +40,13 @@ def doctor(arguments: Sequence[str]) -> int:
     from llmdistill.training.plan import make_plans
 
     choose_accelerator()
-    needed, found = None, []
-    with suppress(UserError):  # the check of the run names it
-        needed = DiskNeed.of(make_plans(config)[-1]).total
-    for finding in chain(check_machine(Path(str(config.output_dir)), needed), check_run(config)):
-        found.append(finding)
+    disk_bytes, findings = None, []
+    with suppress(UserError):  # check_run below reports the same error as a finding
+        disk_bytes = DiskNeed.of(make_plans(config)[-1]).total
+    for finding in chain(check_machine(Path(str(config.output_dir)), disk_bytes), check_run(config)):
+        findings.append(finding)
         if not parsed.json:
             print_finding(finding)
     if parsed.json:
-        print_result([asdict(finding) for finding in found])
-    return int(any(finding.state == "failure" for finding in found))
+        print_result([asdict(finding) for finding in findings])
+    return int(any(finding.state == "failure" for finding in findings))

@@ -49,7 +49,7 @@ def build_parser(prog: str) -> ArgumentParser:
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
     parser.add_argument("--dtype", type=Literal["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on a GPU.")
     add_limits(parser, long_prompts=None, hint="; default: error, or with --suite drop, as in MiniLLM")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it to every rank
     parser.add_class_arguments(GenerationConfig)
     return parser
 
@@ -78,6 +78,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     )
     output = default_output(parsed.model, parsed.decoding) if parsed.output is None else parsed.output
     check_writable(output, "--output")
+    # One rank needs no process group; only a launcher with several ranks starts one.
     with process_group(needed=False) as world:
         result = evaluate_model(
             parsed.model,
@@ -104,19 +105,19 @@ def chosen_sets(parsed: Any) -> dict[str, str | TextSet]:
     sets have the same name.
     """
     suite = {} if parsed.suite is None else suite_sets(parsed.suite, parsed.data_dir)
-    given: dict[str, str] = {}
+    files: dict[str, str] = {}
     for path in parsed.data:
         name = path.removeprefix("embedded:") if path.startswith("embedded:") else Path(path).stem
-        if name in given:
-            raise UserError(f"--data: {given[name]} and {path} would both be called {name}; rename one of the files")
-        given[name] = path
-    if not suite and not given:
+        if name in files:
+            raise UserError(f"--data: {files[name]} and {path} would both be called {name}; rename one of the files")
+        files[name] = path
+    if not suite and not files:
         raise UserError("--data is missing: name a file, or sets with --suite dolly,self_inst,vicuna")
-    twice = sorted(suite.keys() & given.keys())
-    if twice:
-        raise UserError(f"--data and --suite both have a set called {twice[0]}; leave one out or rename the file")
-    kinds = {name: parsed.kind or kind_of(path) for name, path in given.items()}
-    return {**suite, **{name: TextSet(path) if kinds[name] == "text" else path for name, path in given.items()}}
+    repeated = sorted(suite.keys() & files.keys())
+    if repeated:
+        raise UserError(f"--data and --suite both have a set called {repeated[0]}; leave one out or rename the file")
+    kinds = {name: parsed.kind or kind_of(path) for name, path in files.items()}
+    return {**suite, **{name: TextSet(path) if kinds[name] == "text" else path for name, path in files.items()}}
 
 
 def default_output(model: str, decoding: str) -> Path:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def plan(arguments: Sequence[str]) -> None:
-    """Forecast a training, and print and write a proposal; raises UserError if no setting fits."""
+    """Forecast a training, and print and write a proposal; raise UserError if no setting fits."""
     parser = ArgumentParser(
         prog="llmdistill plan",
         usage="llmdistill plan [--recipe NAME] [--gpus N] [--nodes N] [--gpu_memory SIZE] [--write DIR] "
@@ -68,9 +68,11 @@ def plan(arguments: Sequence[str]) -> None:
         raise UserError(resolved.source.unforecast(config.teacher))
     counts = count_data(resolved) if parsed.count_data else None
     folder = Path("cache") if parsed.write is None else parsed.write / "cache"
-    asked = CacheAsked(folder=str(folder), settings=settings, counts=counts)
-    one = "ds_config" in given_flags(words) or not machine.gpus  # nothing is sharded over the single rank of a CPU
-    choices = make_choices(resolved, machine, [config.ds_config] if one else DS_CONFIGS, asked)
+    request = CacheAsked(folder=str(folder), settings=settings, counts=counts)
+    only_own = (
+        "ds_config" in given_flags(words) or not machine.gpus
+    )  # a CPU has a single rank, over which no ds_config can shard
+    choices = make_choices(resolved, machine, [config.ds_config] if only_own else DS_CONFIGS, request)
     if parsed.json:
         fitting = any(choice.fits for choice in choices)
         best = propose(choices, config.train.micro_batch_size) if fitting else None
@@ -79,10 +81,13 @@ def plan(arguments: Sequence[str]) -> None:
         print_choices(resolved, machine, choices, every=parsed.all)
     best = propose(choices, config.train.micro_batch_size)
     if not parsed.json:
-        why, first = reason(best, choices, config.train.micro_batch_size), first_words(best, words, machine)
-        print_result(f"\nProposal   {best.described()}\nReason     {why}")
-        if first is not None:
-            print_result(f"First      {shlex.join(first)}")
+        sentence, first_command = (
+            reason(best, choices, config.train.micro_batch_size),
+            first_words(best, words, machine),
+        )
+        print_result(f"\nProposal   {best.described()}\nReason     {sentence}")
+        if first_command is not None:
+            print_result(f"First      {shlex.join(first_command)}")
         print_result(f"Launch     {shlex.join(launch_words(best, words, machine, best.ds_config))}")
     if parsed.write is not None:
         write(parsed.write, best, words, machine)
@@ -91,15 +96,15 @@ def plan(arguments: Sequence[str]) -> None:
 
 
 def measured(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
-    """Return the machine: this CPU for --gpus 0, or where the words name no machine and no GPU is here."""
+    """Return the machine: this CPU for --gpus 0, or if the words name no machine and there is no GPU."""
     import torch
 
     from llmdistill.runtime.speed import measure_cpu
 
-    given = {each.name for each in fields(MachineConfig)} & given_flags(words).keys()
-    if machine.gpus != 0 and (given or torch.cuda.is_available()):
+    named = {setting.name for setting in fields(MachineConfig)} & given_flags(words).keys()
+    if machine.gpus != 0 and (named or torch.cuda.is_available()):
         return machine
-    return replace(machine, gpus=0, **{name: each for name, each in measure_cpu().items() if name not in given})
+    return replace(machine, gpus=0, **{name: value for name, value in measure_cpu().items() if name not in named})
 
 
 def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
@@ -113,7 +118,7 @@ def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
         config = replace(config, train=replace(config.train, dtype=dtype))
     if config.student.assistants:
         return make_plans(config)[-1]
-    check_settings(config)  # before a model is read
+    check_settings(config)  # before any config of a model is read
     named = {str(name) for name in (config.teacher.model, config.student.model) if name is not None}
     return make_plan(config, pending={name: load_config(locate(name)) for name in named})
 
@@ -126,7 +131,7 @@ def count_data(plan: Plan) -> Counts | None:
 
     if not can_cache(plan):
         return None
-    if plan.before is None:  # a plan from configurations alone has not looked for the tokenizer
+    if plan.before is None:  # a plan from configurations alone has no folder of the tokenizer
         plan = make_plan(plan.config)
     data = plan.task.read(plan.models).prepared()
     return count_examples(plan, data)
@@ -140,7 +145,7 @@ def notes(config: RunConfig) -> list[str]:
         "the student's own answers (data.on_policy)": config.data.on_policy > 0,
         "the runs of the second stage (tasks)": bool(config.tasks.names),
     }
-    return [f"{what} are not in the forecast" for what, is_there in left_out.items() if is_there]
+    return [f"{part} are not in the forecast" for part, is_used in left_out.items() if is_used]
 
 
 def launcher_words(machine: MachineConfig) -> list[str]:
@@ -158,12 +163,12 @@ def launch_words(choice: LayoutChoice, words: Sequence[str], machine: MachineCon
 
 
 def first_words(choice: LayoutChoice, words: Sequence[str], machine: MachineConfig) -> list[str] | None:
-    """Return the command line that makes the cache of a choice, or goes on with it; None if nothing is to be made."""
+    """Return the command that makes the cache of a choice, or continues it; None if there is nothing to make."""
     cache = choice.cache
     if cache is None or cache.is_there:
         return None
-    kept = {name: value for name, value in asdict(cache.settings).items() if value != getattr(CacheConfig(), name)}
-    settings = [f"--cache.{name}={value}" for name, value in kept.items()]
+    changed = {name: value for name, value in asdict(cache.settings).items() if value != getattr(CacheConfig(), name)}
+    settings = [f"--cache.{name}={value}" for name, value in changed.items()]
     settings += [] if cache.sharding == "replicated" else [f"--teacher.sharding={cache.sharding}"]
     _, run = split_words(words, {"teacher.cache"})
     return ["llmdistill", "cache", *launcher_words(machine), *run, *settings, "--output", cache.folder]
@@ -174,6 +179,7 @@ def described(
 ) -> dict[str, Any]:
     """Return the forecast as plain JSON values."""
     values = {
+        # Choices hold dicts, so they have no hash; their identity finds the proposal among them.
         id(choice): {
             "ds_config": choice.ds_config,
             "accumulation_steps": choice.accumulation_steps,
@@ -192,7 +198,7 @@ def described(
         }
         for choice in choices
     }
-    cache = _cache_of(choices)
+    cache = _find_cache(choices)
     first = None if best is None else first_words(best, words, machine)
     return {
         **{key: plan.models.sizes[key] for key in ("teacher_params", "student_params")},
@@ -206,18 +212,18 @@ def described(
     }
 
 
-def _cache_of(choices: Sequence[LayoutChoice]) -> CacheForecast | None:
-    """The cache that some of the choices read."""
+def _find_cache(choices: Sequence[LayoutChoice]) -> CacheForecast | None:
+    """Return the cache that some of the choices read; None if none does."""
     return next((choice.cache for choice in choices if choice.cache is not None), None)
 
 
 def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutChoice], *, every: bool) -> None:
-    """Print the run, the choices, and of the best choice of each ds_config the memory by part and the step."""
+    """Print the run, the choices, and for the best choice of each ds_config the memory by part and the step."""
     from llmdistill.planning.choices import best_of_each, gigabytes
     from llmdistill.planning.layout import Duration
     from llmdistill.report.tables import print_table
 
-    train, sizes, cache = plan.config.train, plan.models.sizes, _cache_of(choices)
+    train, sizes, cache = plan.config.train, plan.models.sizes, _find_cache(choices)
     print_result(
         f"Teacher    {plan.config.teacher.model}, {sizes['teacher_params']:,} parameters\n"
         f"Student    {sizes['method']}, {sizes['student_params']:,} parameters\n"
@@ -227,7 +233,11 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
         + ("" if cache is None else f"Cache      {about_cache(cache)}\n")
         + "".join(f"Note       {note}\n" for note in notes(plan.config))
     )
-    shown = choices if every else best_of_each(choices, lambda each: (each.ds_config, each.teacher, each.checkpointing))
+    shown = (
+        choices
+        if every
+        else best_of_each(choices, lambda choice: (choice.ds_config, choice.teacher, choice.checkpointing))
+    )
     header = ["ds_config", "teacher", "re-\ncompute", "micro\nbatch", "GB", "fits", "s", "bound"]
     rows = [
         [
@@ -244,43 +254,43 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     ]
     title = "GB of a rank and seconds of a step, for micro batch x accumulation steps"
     print_table(title, header, rows, left=(0, 1, 2, 5, 7))
-    best = best_of_each(choices, lambda each: (each.ds_config,))
+    best = best_of_each(choices, lambda choice: (choice.ds_config,))
     parts = [part for part in best[0].memory if any(choice.memory[part] > 0 for choice in best)]
-    of_parts = [[part, *(gigabytes(choice.memory[part]) for choice in best)] for part in parts]
-    of_parts.append(["total", *(gigabytes(choice.total) for choice in best)])
+    part_rows = [[part, *(gigabytes(choice.memory[part]) for choice in best)] for part in parts]
+    part_rows.append(["total", *(gigabytes(choice.total) for choice in best)])
     print_result("")
     names = [choice.ds_config for choice in best]
-    print_table("GB of the best of each ds_config, by part", ["part", *names], of_parts)
-    of_step = [["TFLOP", *(f"{choice.flops / 1e12:.3g}" for choice in best)]]
-    of_step.append(["GB sent", *(gigabytes(choice.wire_bytes) for choice in best)])
+    print_table("GB of the best of each ds_config, by part", ["part", *names], part_rows)
+    step_rows = [["TFLOP", *(f"{choice.flops / 1e12:.3g}" for choice in best)]]
+    step_rows.append(["GB sent", *(gigabytes(choice.wire_bytes) for choice in best)])
     if any(choice.node_bytes > 0 for choice in best):
-        of_step.append(["GB sent in a node", *(gigabytes(choice.node_bytes) for choice in best)])
-    for each in fields(Duration):
-        of_step.append([f"{each.name} s", *(f"{getattr(choice.duration, each.name):.2g}" for choice in best)])
+        step_rows.append(["GB sent in a node", *(gigabytes(choice.node_bytes) for choice in best)])
+    for part in fields(Duration):
+        step_rows.append([f"{part.name} s", *(f"{getattr(choice.duration, part.name):.2g}" for choice in best)])
     print_result("")
-    print_table("A step of the best of each ds_config on one rank", ["what", *names], of_step)
+    print_table("A step of the best of each ds_config on one rank", ["what", *names], step_rows)
 
 
 def about_machine(machine: MachineConfig) -> str:
-    """Return what a training is planned for."""
+    """Describe the machine for which a training is planned."""
     if machine.gpus:
         return f"{machine.nodes} x {machine.gpus} GPUs of {machine.gpu_memory}, {machine.tflops:g} TFLOP/s each"
-    said = f"the CPU of this machine, {machine.gpu_memory} free, {1000 * machine.tflops:.3g} GFLOP/s"
-    return f"{said}\n           (--gpus N plans for GPUs)"
+    text = f"the CPU of this machine, {machine.gpu_memory} free, {1000 * machine.tflops:.3g} GFLOP/s"
+    return f"{text}\n           (--gpus N plans for GPUs)"
 
 
 def about_cache(cache: CacheForecast) -> str:
-    """Return the size of a cache and the time to make it as lines for the terminal."""
+    """Describe the size of a cache and the time to make it, as lines for the terminal."""
     from llmdistill.planning.choices import gigabytes
 
-    said = f"{cache.settings.content}, {cache.bytes_per_token:,.0f} bytes a token"
+    text = f"{cache.settings.content}, {cache.bytes_per_token:,.0f} bytes a token"
     if cache.counts is None:
-        return f"{said}; --count_data gives its whole size"
-    said += f", {gigabytes(cache.bytes or 0)} GB for {cache.counts['sequences']:,} examples"
-    said += "" if cache.counted else "\n           as long as they may be (--count_data counts them)"
+        return f"{text}; --count_data gives its whole size"
+    text += f", {gigabytes(cache.bytes or 0)} GB for {cache.counts['sequences']:,} examples"
+    text += "" if cache.counted else "\n           as long as they may be (--count_data counts them)"
     if cache.is_there:
-        return f"{said}; it is there"
-    return f"{said}\n           made in {cache.seconds:,.3g} s by the teacher {cache.sharding}"
+        return f"{text}; it is there"
+    return f"{text}\n           made in {cache.seconds:,.3g} s by the teacher {cache.sharding}"
 
 
 def write(folder: Path, choice: LayoutChoice, words: Sequence[str], machine: MachineConfig) -> None:
@@ -294,6 +304,6 @@ def write(folder: Path, choice: LayoutChoice, words: Sequence[str], machine: Mac
         write_json(partial / "ds_config.json", read_ds_config(choice.ds_config))
         lines = ["#!/bin/sh"]
         first = first_words(choice, words, machine)
-        if first is not None:  # a finished cache is left alone, and an unfinished one goes on
+        if first is not None:  # `llmdistill cache` skips a finished cache, and continues an unfinished one
             lines.append(f"{shlex.join(first)} || exit")
         write_text(partial / "launch.sh", "\n".join([*lines, f"exec {command}"]) + "\n")

@@ -76,41 +76,41 @@ def compare_table(
 def conclude(study: Any, report: Callable[[Any], StudyReport], *, as_json: bool) -> int:
     """Conduct a study, write and print its report; return 1 if a run failed, 130 or 143 after a signal, else 0."""
     try:
-        found = study.conduct()
+        outcome = study.conduct()
     except KeyboardInterrupt as stop:
         begin = signals.line_start()
         logger.warning("%sStopped; what is finished stays in %s, and the same command goes on.", begin, study.root)
         return stop.code if isinstance(stop, Stopped) else 130
-    made = report(found)
-    results = made.write()
+    study_report = report(outcome)
+    results = study_report.write()
     if as_json:
         print_result(results)
     else:
-        made.print()
-    return 1 if made.failed else 0
+        study_report.print()
+    return 1 if study_report.failed else 0
 
 
 def configs_of(
     table: PublishedTable, rows: Mapping[str, TableRow], settings: Sequence[str]
 ) -> tuple[dict[str, RunConfig], dict[str, str]]:
-    """Return the whole configuration of each row, and the model of those that are only fine-tuned.
+    """Return the complete configuration of each row, and the model of the rows that are only fine-tuned.
 
-    What the user typed comes after the table's own settings, and wins. A row of the recipes' own teacher is a row of
-    the user's teacher, if there is one.
+    The user's settings come after the table's own, and win. A row of the recipes' own teacher becomes one of the user's
+    teacher, if there is one.
     """
     if "recipe" in given_flags(settings):
         raise UserError("--recipe: each row of a published table has its own; leave it out, or take --rows")
-    first = next((row.recipe for row in table.rows if row.recipe is not None), _ANY_RECIPE)
+    usual_recipe = next((row.recipe for row in table.rows if row.recipe is not None), _ANY_RECIPE)
     configs, models = {}, {}
     for key, row in rows.items():
-        configs[key] = _config(table, row.recipe or first, row.settings, settings)
+        configs[key] = _make_config(table, row.recipe or usual_recipe, row.settings, settings)
         if row.model is not None:
-            own = _config(table, first, {}, []).teacher.model
-            models[key] = str(configs[key].teacher.model) if row.model == own else row.model
+            own_teacher = _make_config(table, usual_recipe, {}, []).teacher.model
+            models[key] = str(configs[key].teacher.model) if row.model == own_teacher else row.model
     return configs, models
 
 
-def _config(table: PublishedTable, recipe: str, changes: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
+def _make_config(table: PublishedTable, recipe: str, changes: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
     own = ["--recipe", recipe]
     if table.tasks:
         own += ["--tasks.names", ",".join(table.tasks), "--tasks.protocol", str(table.protocol)]
@@ -125,16 +125,16 @@ def _print_plan(study: TableStudy, *, as_json: bool) -> None:
     for key in study.configs:
         row = study.row(key)
         rows[key] = {"label": row.label, "recipe": row.recipe, "model": study.model(key)}
-    left = {row.label: row.missing for row in study.table.rows if row.missing is not None}
+    not_run = {row.label: row.missing for row in study.table.rows if row.missing is not None}
     missing, further = study.missing(), list(study.tasks.out_of_domain)
     if as_json:
         others = {"fine_tunings": trials, "out_of_domain": further, "suite": study.table.suite}
-        print_result({"rows": rows, **others, "not_run": left, "missing": missing})
+        print_result({"rows": rows, **others, "not_run": not_run, "missing": missing})
         return
     for key, planned in rows.items():
         verb = "fine-tunes" if study.table.suite is None else "scores"
-        what = f"{verb} {planned['model']}" if planned["recipe"] is None else planned["recipe"]
-        print_result(f"{key:24} {planned['label']}: {what}")
+        job = f"{verb} {planned['model']}" if planned["recipe"] is None else planned["recipe"]
+        print_result(f"{key:24} {planned['label']}: {job}")
     counted = ", ".join(f"{name} {count}" for name, count in trials.items())
     fine_tunings = f"{sum(trials.values())} fine-tunings of each row: {counted}"
     print_result(
@@ -142,7 +142,7 @@ def _print_plan(study: TableStudy, *, as_json: bool) -> None:
     )
     if further:
         print_result(f"Scored too on {', '.join(further)}, by the models of the task that each belongs to")
-    for label, reason in left.items():
+    for label, reason in not_run.items():
         print_result(f"Not run     {label}: {reason}")
     for sentence in missing:
         print_result(f"Missing     {sentence}")

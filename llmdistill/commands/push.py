@@ -24,7 +24,7 @@ _MODULES = ("*.json", "*.safetensors", "*.txt")
 
 
 def push(arguments: Sequence[str]) -> None:
-    """Upload the files of a model; raises UserError if there is no token, a file is damaged, or the hub refuses."""
+    """Upload the files of a model; raise UserError if there is no token, a file is damaged, or the hub refuses."""
     parser = ArgumentParser(
         prog="llmdistill push",
         exit_on_error=False,
@@ -47,6 +47,7 @@ def push(arguments: Sequence[str]) -> None:
         raise UserError(
             f"{parsed.name}: no repository's name; give USER/NAME (letters, digits, dots, - and _)"
         ) from error
+    # Before any request, so that a damaged model leaves no empty repository behind.
     damage = manifest_damage(folder) if (folder / MANIFEST).is_file() else None
     if damage is not None:
         raise UserError(f"{damage}: make the model again or copy it again; nothing was uploaded")
@@ -55,20 +56,20 @@ def push(arguments: Sequence[str]) -> None:
         raise UserError("there is no token of the hub: run `hf auth login`, or set HF_TOKEN; nothing was uploaded")
     api = HfApi(library_name="llmdistill")
     try:
-        made = api.create_repo(parsed.name, private=True if parsed.private else None, exist_ok=True)
-        operations = [CommitOperationAdd(name, _content(folder / name, made.repo_id)) for name in files]
-        commit = api.create_commit(made.repo_id, operations, commit_message="Student of llmdistill")
-    except Exception as error:  # of the network and of the hub, which has many types
-        said = " ".join(str(error).split())[:400] or type(error).__name__
+        repository = api.create_repo(parsed.name, private=True if parsed.private else None, exist_ok=True)
+        operations = [CommitOperationAdd(name, _read_content(folder / name, repository.repo_id)) for name in files]
+        commit = api.create_commit(repository.repo_id, operations, commit_message="Student of llmdistill")
+    except Exception as error:  # network and hub raise many types, which huggingface_hub does not unify
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise UserError(
-            f"{parsed.name}: the hub did not take it ({said}); fix that and give the command again"
+            f"{parsed.name}: the hub did not take it ({reason}); fix that and give the command again"
         ) from error
     card = "" if CARD in files else f"; it has no {CARD}, which a run writes at its end"
     print_result(f"{len(files)} files of {folder} are in {commit.commit_url}{card}")
 
 
-def _content(file: Path, name: str) -> str | bytes:
-    """Return what is uploaded of a file: a path, or the text of a card with the name of its repository."""
+def _read_content(file: Path, name: str) -> str | bytes:
+    """Return the upload of a file: its path, or the text of a card with the name of its repository."""
     if file.name != CARD:
         return str(file)
     return file.read_text(encoding="utf-8").replace(f'"{PLACE}"', f'"{name}"').encode()
@@ -91,5 +92,5 @@ def model_files(folder: Path) -> Iterator[str]:
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _FILES):
             yield file.name
         elif file.is_dir() and file.name[:1].isdigit() and "_" in file.name and (folder / "modules.json").is_file():
-            inner = sorted(each for each in file.iterdir() if each.is_file())
-            yield from (f"{file.name}/{each.name}" for each in inner if any(fnmatch(each.name, p) for p in _MODULES))
+            inner = sorted(path for path in file.iterdir() if path.is_file())
+            yield from (f"{file.name}/{path.name}" for path in inner if any(fnmatch(path.name, p) for p in _MODULES))

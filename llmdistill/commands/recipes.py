@@ -14,7 +14,7 @@ from llmdistill.messages import print_result
 
 
 def recipes(arguments: Sequence[str]) -> None:
-    """List the recipes, or print one; raises UserError if there is no such recipe."""
+    """List the recipes, or print one; raise UserError if there is no such recipe."""
     parser = ArgumentParser(
         prog="llmdistill recipes",
         exit_on_error=False,
@@ -28,12 +28,12 @@ def recipes(arguments: Sequence[str]) -> None:
         text = recipe_path(parsed.name).read_text(encoding="utf-8")
         print_result({"name": parsed.name, "text": text} if parsed.json else text.rstrip("\n"))
         return
-    found = {name: about(RECIPES / f"{name}.yaml") for name in recipe_names()}
+    sentences = {name: about(RECIPES / f"{name}.yaml") for name in recipe_names()}
     if parsed.json:
-        print_result(found)
+        print_result(sentences)
         return
-    width = max(map(len, found)) + 2
-    print_result("\n".join(f"{name:{width}}{text}" for name, text in found.items()))
+    width = max(map(len, sentences)) + 2
+    print_result("\n".join(f"{name:{width}}{text}" for name, text in sentences.items()))
     print_result(
         "\nllmdistill recipes NAME shows one; llmdistill train --recipe NAME --dry_run says what it would run."
     )

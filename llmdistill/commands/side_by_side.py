@@ -90,10 +90,10 @@ def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
     if config.output_dir is not None:
         check_writable(Path(config.output_dir), "--output_dir")
     quiet_transformers()
-    found = import_module(f"llmdistill.{entry.module}").SUITE
+    runner = import_module(f"llmdistill.{entry.module}").SUITE
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
-        report = found.evaluate(config, command=f"{prog} {shlex.join(arguments)}")
+        report = runner.evaluate(config, command=f"{prog} {shlex.join(arguments)}")
     if parsed.json:
         print_result({**report.results, "folder": str(report.folder)})
     else:

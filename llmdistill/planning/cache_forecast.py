@@ -1,4 +1,4 @@
-"""The cache of a teacher's outputs in a forecast: what it keeps, a step that reads it, its size and its build time."""
+"""The cache of a teacher's outputs in a forecast: its contents, a step that reads it, its size and build time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Counts = Mapping[Positions, int]
 _INDEX = 8 * (1 + len(POSITIONS))
 """Bytes of an example's entries in a shard: its id, and where its rows of each kind begin."""
 _MOST_TEACHERS = 100
-"""A cache of more than so many times the bytes of the teacher is not proposed."""
+"""A cache is not proposed if it takes more than so many times the bytes of the teacher."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheTrace(Teacher):
-    """What `llmdistill cache` keeps of a micro batch; in a step it is the teacher that reads the cache."""
+    """The contents of a cache for a micro batch; in a traced step it is the teacher that reads the cache."""
 
     settings: CacheConfig
     request: Request
@@ -54,11 +54,11 @@ class CacheTrace(Teacher):
     def head_bytes(self) -> int:
         """The bytes of the LM head that a training from the cache loads."""
         tensors = () if self.head is None else (self.head.weight, self.head.bias)
-        return sum(each.numel() * each.element_size() for each in tensors if each is not None)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
     def row_bytes(self, counts: Counts) -> int:
         """Return the bytes of the rows of so many positions, which a training reads once an epoch."""
-        return sum(counts[place_of(name)] * each[:1].numel() * each.element_size() for name, each in self.rows.items())
+        return sum(counts[place_of(name)] * rows[:1].numel() * rows.element_size() for name, rows in self.rows.items())
 
     def shard_bytes(self, counts: Counts) -> int:
         """Return the bytes of the shards of so many positions, without their headers of some hundred bytes each."""
@@ -128,12 +128,12 @@ def trace_cache(
     tracer, request = Tracer(), Request.of(method)
     tracer.ignore([*teacher.parameters(), *teacher.buffers()])
     teacher.eval().requires_grad_(False)
-    wired = tapped(method, "teacher", teacher, vocabulary=vocabulary)
+    tapped_teacher = tapped(method, "teacher", teacher, vocabulary=vocabulary)
     with on_gpu(), tracer, torch.no_grad():
-        outputs = wired.teach(batch, lm_head=method.teacher_positions)
+        outputs = tapped_teacher.teach(batch, lm_head=method.teacher_positions)
         rows = to_rows(outputs, batch, request, top_k=settings.kept_top_k, vocabulary=vocabulary)
-    wired.remove()
-    head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
+    tapped_teacher.remove()
+    head = next((inputs for inputs in outputs.lm_head.values() if isinstance(inputs, HeadInputs)), None)
     return CacheTrace(
         settings=settings,
         request=request,
@@ -149,16 +149,16 @@ def trace_cache(
 def forecast_cache(
     plan: Plan, models: ForecastModels, asked: CacheAsked, sizes: Sizes, machine: MachineConfig
 ) -> tuple[CacheTrace, CacheForecast]:
-    """Trace what a cache of a run keeps, and forecast its size and the time to make it on all GPUs of a machine.
+    """Trace the contents of a run's cache, and forecast its size and the time to make it on all GPUs of a machine.
 
-    Without a count of the training set, its examples are those of the run's steps, each seen once, or of one epoch, and
-    each is as long as it may be. Raises UserError if the number of tokens to keep is not below the vocabulary, or a
-    cache that is there is damaged.
+    Without a count of the training set, the forecast assumes an example for each row of the run's steps, or of one
+    epoch, each as long as it may be. Raises UserError if the number of tokens to keep is not below the vocabulary, or
+    an existing cache is damaged.
     """
-    named, train = plan.config.teacher.cache, plan.config.train
-    settings, folder = asked.settings, asked.folder if named is None else named
+    folder_of_run, train = plan.config.teacher.cache, plan.config.train
+    settings, folder = asked.settings, asked.folder if folder_of_run is None else folder_of_run
     is_there = (Path(folder) / CACHE_FILE).is_file()
-    if is_there and named is not None:
+    if is_there and folder_of_run is not None:
         settings = CacheConfig(**read_cache_record(Path(folder))["settings"])
     check_top_k(settings, plan.models.compared_tokens)
     assert models.teacher is not None
@@ -173,30 +173,34 @@ def forecast_cache(
         fits = sum(needed.values()) <= machine.memory_bytes
         if fits:
             break
-    each = counts or count_positions(example, train.global_batch_size)  # one step stands for an unknown number of them
-    passes = each["tokens"] / (machine.ranks * trace.micro_batch["tokens"])
+    positions = counts or count_positions(
+        example, train.global_batch_size
+    )  # without a number of steps, those of one step give the rates
+    passes = positions["tokens"] / (machine.ranks * trace.micro_batch["tokens"])
     seconds = passes * layout.pass_seconds(trace.work)
-    seconds += read_seconds(trace.row_bytes(each) / machine.ranks, machine)  # a disk is written as fast as it is read
-    steps = train.steps if train.epochs is None else train.epochs * each["sequences"] / train.global_batch_size
+    seconds += read_seconds(
+        trace.row_bytes(positions) / machine.ranks, machine
+    )  # a disk is written as fast as it is read
+    steps = train.steps if train.epochs is None else train.epochs * positions["sequences"] / train.global_batch_size
     size = None if counts is None else trace.shard_bytes(counts) + trace.head_bytes
-    most = min(_MOST_TEACHERS * sizes.teacher_bytes, parse_bytes(machine.cache_space, field="cache_space"))
+    largest = min(_MOST_TEACHERS * sizes.teacher_bytes, parse_bytes(machine.cache_space, field="cache_space"))
     return trace, CacheForecast(
         folder=folder,
         settings=settings,
         is_there=is_there,
         sharding=str(layout.teacher),
         fits=fits,
-        bytes_per_token=trace.shard_bytes(each) / max(1, each["tokens"]),
+        bytes_per_token=trace.shard_bytes(positions) / max(1, positions["tokens"]),
         counts=counts,
         counted=asked.counts is not None,
         bytes=size,
         seconds=None if counts is None else seconds,
         seconds_per_step=0.0 if is_there else seconds / steps,
-        is_sensible=is_there or (size is not None and size <= most),
+        is_sensible=is_there or (size is not None and size <= largest),
     )
 
 
 def shardings(machine: MachineConfig) -> list[str]:
     """Return the values of teacher.sharding that differ from the simpler ones on a machine."""
     differs = {"node": machine.nodes > 1 and machine.ranks_of_node > 1, "zero3": machine.ranks > 1}
-    return [each for each in TEACHERS if differs.get(each, True)]
+    return [sharding for sharding in TEACHERS if differs.get(sharding, True)]

@@ -35,7 +35,7 @@ from llmdistill.training.resolved import RunModels
 from llmdistill.training.teachers import make_teacher, run_teacher
 
 _SAME = 1e-2
-"""A term does not see the teacher as its own student if the gradient there is over this share of the student's."""
+"""The largest gradient of a term with the teacher as its own student, as a share of that with the student."""
 _GAP_REMEDY = "copy the teacher's tokenizer files into the student's folder, if it shall be asked as the teacher is"
 
 
@@ -50,31 +50,32 @@ class TermSize:
 
 
 def check_run(config: RunConfig) -> Iterator[Finding]:
-    """Check a run on one micro batch of its training data, finding by finding; what stops the run ends the checks.
+    """Check a run on one micro batch of its training data, finding by finding; an error of the run ends the checks.
 
-    The student of these checks is made without calibration data, so that it is made in seconds.
+    The student of these checks is made without calibration data, which takes seconds.
     """
-    # At most 8 sequences in a batch, models in one process, and a student that needs no measurement.
+    # At most 8 sequences in a batch, models in one process, and a student that needs no measurement. The size divides
+    # the global batch, as every micro batch must.
     student, size = config.student, config.train.global_batch_size
     plain = replace(student.factorize, weighting="none", allocation="uniform", calibration=CalibrationConfig())
     layers = None if student.layers == "important" else student.layers
     init = "slice" if student.init == "important" else student.init
-    few = max(number for number in range(1, 9) if size % number == 0)
-    whole: dict[str, Any] = {"sharding": "replicated", "zero": {}}
-    others = {name: replace(each, **whole) for name, each in config.teacher.others.items()}
+    micro_batch_size = max(number for number in range(1, 9) if size % number == 0)
+    unsharded: dict[str, Any] = {"sharding": "replicated", "zero": {}}
+    others = {name: replace(other, **unsharded) for name, other in config.teacher.others.items()}
     quick = replace(
         config,
-        teacher=replace(config.teacher, others=others, **whole),
+        teacher=replace(config.teacher, others=others, **unsharded),
         student=replace(student, factorize=plain, init=init, layers=layers),
-        train=replace(config.train, micro_batch_size=few),
+        train=replace(config.train, micro_batch_size=micro_batch_size),
     )
     try:
         with tempfile.TemporaryDirectory() as folder:
-            plan = make_plans(replace(quick, output_dir=folder))[0]  # of a run with assistants the first one's
+            plan = make_plans(replace(quick, output_dir=folder))[0]  # the first assistant's, if the run has assistants
             data = plan.task.read(plan.models).prepared()
             yield Finding("ok", "settings and data", data.report or "read")
-            asks = plan.config.data.kind == "instructions" and plan.method.needs_teacher
-            if asks and not plan.models.translates:
+            has_prompts = plan.config.data.kind == "instructions" and plan.method.needs_teacher
+            if has_prompts and not plan.models.translates:
                 for gap in tokenizer_gaps(data.teacher_tokenizer(), data.tokenizer):
                     yield Finding("warning", "tokenizers", gap, _GAP_REMEDY)
             if plan.trains:
@@ -92,17 +93,17 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
     student.to(world.device)  # type: ignore[arg-type]
     adapt(student, plan.config.student, plan.config.seed)
     model: PreTrainedModel | None = None
-    teaching: Teacher | None = None
+    live_teacher: Teacher | None = None
     vocabulary = plan.models.vocabulary
     if plan.source is not None:
         yield Finding("ok", *plan.source.check_there(plan))
-        teaching = run_teacher(plan.source.build(plan), plan, data)
+        live_teacher = run_teacher(plan.source.build(plan), plan, data)
     elif plan.method.needs_teacher:
         model = teacher().model
         if not plan.models.translates:
             yield above_chance(plan.models, model, batch)
-        teaching = run_teacher(tapped(plan.method, "teacher", model, vocabulary=vocabulary), plan, data)
-    dry = term_sizes(plan.method, teaching, student, batch, vocabulary=vocabulary)
+        live_teacher = run_teacher(tapped(plan.method, "teacher", model, vocabulary=vocabulary), plan, data)
+    dry = term_sizes(plan.method, live_teacher, student, batch, vocabulary=vocabulary)
     if model is not None and not plan.models.translates:
         yield own_student(plan, model, batch, dry)
     yield from dry_step(dry)
@@ -110,23 +111,23 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
 
 def above_chance(models: RunModels, teacher: PreTrainedModel, batch: Batch) -> Finding:
     """Compare the teacher's loss on the labels with that of a guess at random."""
-    what = "teacher above chance"
+    title = "teacher above chance"
     if models.objective.sequences in ("scores", "embeddings") or models.teacher_head == "none":
-        return Finding("ok", what, "not applicable: the teacher predicts no classes or tokens")
+        return Finding("ok", title, "not applicable: the teacher predicts no classes or tokens")
     labels = make_sft(causal=models.causal, objective=models.objective)
     with torch.no_grad():
-        found = term_sizes(labels, None, teacher, batch, gradients=False)
+        sizes = term_sizes(labels, None, teacher, batch, gradients=False)
     is_span = models.objective.sequences == "spans"
     classes = batch.input_ids.shape[1] if is_span else max(2, teacher.config.num_labels or 0)
     guesses = {"label": ("labels", teacher.config.vocab_size), "sequence_label": ("targets", classes)}
-    said, worse = [], []
-    for name, size in found.items():
-        called, number = guesses[name]
-        chance = math.log(number)
-        said.append(f"cross-entropy of the {called} {size.value:.2f}, at random {chance:.2f}")
+    sentences, worse = [], []
+    for name, size in sizes.items():
+        target, num_classes = guesses[name]
+        chance = math.log(num_classes)
+        sentences.append(f"cross-entropy of the {target} {size.value:.2f}, at random {chance:.2f}")
         worse += [name] if not size.value < chance else []
     remedy = "check that teacher, tokenizer and data belong together, and that the teacher was fine-tuned"
-    return Finding("failure" if worse else "ok", what, "; ".join(said), remedy if worse else None)
+    return Finding("failure" if worse else "ok", title, "; ".join(sentences), remedy if worse else None)
 
 
 def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping[str, TermSize]) -> Finding:
@@ -134,47 +135,47 @@ def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping
 
     Their values are zero too, but for a cross-entropy with the teacher's distribution, which is its entropy.
     """
-    what = "teacher as its own student"
+    title = "teacher as its own student"
     names, settings = plan.config.methods(), plan.config.method_settings
     try:
         method = build_method(names, settings, plan.models.teacher, plan.models.teacher, plan.models.objective)
     except UserError:
-        return Finding("ok", what, "not applicable: the map of the layers is for another depth")
+        return Finding("ok", title, "not applicable: the map of the layers is for another depth")
     if method.projections:
-        return Finding("ok", what, "not applicable: learned matrices map the widths")
+        return Finding("ok", title, "not applicable: learned matrices map the widths")
     labels = {term.name for term in method.token_terms if term.divergence is None}
     labels |= {term.name for term in method.sequence_terms if not term.needs_teacher}
     student = copy.deepcopy(teacher).requires_grad_(True)
     sizes = term_sizes(method, tapped(method, "teacher", teacher), student, batch)
-    found = {name: size for name, size in sizes.items() if name not in labels}
-    shares = {name: size.gradient / max(dry[name].gradient, 1e-12) for name, size in found.items() if name in dry}
+    compared = {name: size for name, size in sizes.items() if name not in labels}
+    shares = {name: size.gradient / max(dry[name].gradient, 1e-12) for name, size in compared.items() if name in dry}
     largest = max(shares, key=lambda name: shares[name], default=None)
     if largest is None:
-        return Finding("ok", what, "not applicable: no term compares with the teacher")
+        return Finding("ok", title, "not applicable: no term compares with the teacher")
     if shares[largest] == 0:
-        return Finding("ok", what, "no term has a gradient")
+        return Finding("ok", title, "no term has a gradient")
     if shares[largest] < _SAME:
-        return Finding("ok", what, f"the gradient of each term is at most {shares[largest]:.1e} of the student's")
-    said = f"the gradient of the term {largest} is {shares[largest]:.1e} of the student's"
-    return Finding("failure", what, said, f"the term {largest} is wrong for this architecture: please report it")
+        return Finding("ok", title, f"the gradient of each term is at most {shares[largest]:.1e} of the student's")
+    sentence = f"the gradient of the term {largest} is {shares[largest]:.1e} of the student's"
+    return Finding("failure", title, sentence, f"the term {largest} is wrong for this architecture: please report it")
 
 
 def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
-    """Say of each term how large it is in the first step, and which share of the gradient it has."""
+    """Report the value of each term in the first step, and its share of the gradient."""
     total = sum(size.gradient for size in dry.values())
     uneven = uneven_terms({name: size.gradient for name, size in dry.items()})
     for name, size in dry.items():
         share = size.gradient / total if total > 0 else 0.0
-        said = f"{size.value:.4g}, {share:.1%} of the gradient"
+        sentence = f"{size.value:.4g}, {share:.1%} of the gradient"
         if not math.isfinite(size.value + size.gradient):
-            yield Finding("failure", f"term {name}", said, "it is not finite: check the models and their dtype")
+            yield Finding("failure", f"term {name}", sentence, "it is not finite: check the models and their dtype")
         elif size.gradient == 0:
             remedy = "it teaches nothing in this batch: check the labels, or give it the weight 0"
-            yield Finding("warning", f"term {name}", said, remedy)
+            yield Finding("warning", f"term {name}", sentence, remedy)
         elif name in uneven:
-            yield Finding("warning", f"term {name}", said, uneven[name][1])
+            yield Finding("warning", f"term {name}", sentence, uneven[name][1])
         else:
-            yield Finding("ok", f"term {name}", said)
+            yield Finding("ok", f"term {name}", sentence)
 
 
 def term_sizes(
@@ -186,10 +187,10 @@ def term_sizes(
     vocabulary: int | None = None,
     gradients: bool = True,
 ) -> dict[str, TermSize]:
-    """Compute each term of a method on a batch, and without `gradients` not the norm of its gradient.
+    """Compute each term of a method on a batch, and with `gradients` the norm of its gradient.
 
-    The student runs once for each term, in evaluation mode, so that dropout makes no difference between models. At the
-    end both models have no hooks any more.
+    The student runs once for each term, in evaluation mode, so that dropout makes no difference between models. The
+    hooks of both models are removed at the end.
     """
     student.eval()
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
@@ -197,18 +198,21 @@ def term_sizes(
     if method.token_terms:
         check_models(teacher, learner, batch)
     divisors = batch.divisors()
-    parameters = [each for each in student.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
     sizes: dict[str, TermSize] = {}
     try:
         for name in progress(method.weights, "Checking", "terms of the loss"):
+            # Anew for each term, because a pass of the student drops the teacher's taps that it has used.
             with torch.no_grad():
-                taught = None if teacher is None else teacher.teach(batch, lm_head=method.teacher_positions)
-            losses = learner.learn(batch, alone(method.running(taught, batch, divisors), name))
+                teacher_outputs = None if teacher is None else teacher.teach(batch, lm_head=method.teacher_positions)
+            losses = learner.learn(batch, alone(method.running(teacher_outputs, batch, divisors), name))
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
-            found = torch.autograd.grad(losses.total, parameters, allow_unused=True) if gradients else ()
-            norms = [gradient.float().norm() for gradient in found if gradient is not None]
+            gradients_of_parameters = (
+                torch.autograd.grad(losses.total, parameters, allow_unused=True) if gradients else ()
+            )
+            norms = [gradient.float().norm() for gradient in gradients_of_parameters if gradient is not None]
             sizes[name] = TermSize(value, float(torch.stack(norms).norm()) if norms else 0.0)
     finally:
-        for each in (learner, *live_models(teacher).values()):
-            each.remove()
+        for model in (learner, *live_models(teacher).values()):
+            model.remove()
     return sizes

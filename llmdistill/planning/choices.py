@@ -1,4 +1,4 @@
-"""The settings that a training may be launched with, what each needs, and the one to propose."""
+"""The settings with which a training can be launched, their memory and time, and the proposal among them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmdistill.training.plan import Plan
 DS_CONFIGS = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """The shipped DeepSpeed configurations, the simplest first."""
 _ALIKE = 1.02
-"""Steps whose times differ by less are alike: the simpler setting is then proposed."""
+"""Times of a step whose ratio is smaller count as equal: the simpler setting is then proposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class LayoutChoice(Layout):
 
     @property
     def tight(self) -> bool:
-        """Whether less memory stays free than should, so that an inexact forecast may decide."""
+        """Whether less memory than the margin stays free, so that an error of the forecast may matter."""
         return self.total > (1 - self.machine.margin) * self.machine.memory_bytes
 
     @property
@@ -92,28 +92,32 @@ def make_choices(
     """
     train, ranks = plan.config.train, machine.ranks
     share = split_batch(train.global_batch_size, None, ranks).micro_batch_size
-    sizes_of_batch = [size for size in range(1, share + 1) if share % size == 0]
+    micro_batch_sizes = [size for size in range(1, share + 1) if share % size == 0]
     models = build_models(plan)
     sizes = Sizes.of(models.student, models.teacher)
+    # Memory and work grow in proportion to the micro batch, so that two traces, of the ends, give all sizes between.
     ends = [(size, full_batch(plan, size * plan.task.rows_per_example)) for size in (1, share)]
     teachers: list[str | None] = [None]
     if models.teacher is not None:
         teachers = [] if plan.is_cached else [*shardings(machine)]
-    kept, forecast = None, None
+    cache_trace, forecast = None, None
     if can_cache(plan):
-        kept, forecast = forecast_cache(plan, models, cache or CacheAsked(), sizes, machine)
-        sizes = replace(sizes, cached_head_bytes=kept.head_bytes)
+        cache_trace, forecast = forecast_cache(plan, models, cache or CacheAsked(), sizes, machine)
+        sizes = replace(sizes, cached_head_bytes=cache_trace.head_bytes)
         teachers += [CACHED] if forecast.fits or plan.is_cached else []
     traces = {
         (on, cached): [
-            replace(trace_step(models, batch, checkpointing=on, cached=kept if cached else None), micro_batch_size=size)
+            replace(
+                trace_step(models, batch, checkpointing=on, cached=cache_trace if cached else None),
+                micro_batch_size=size,
+            )
             for size, batch in ends
         ]
         for on in (False, True)
         for cached in sorted({teacher == CACHED for teacher in teachers})
     }
     choices = []
-    for name, micro_batch_size in product(names, sizes_of_batch):
+    for name, micro_batch_size in product(names, micro_batch_sizes):
         steps = share // micro_batch_size
         zero = Zero.of(read_ds_config(name), accumulation_steps=steps)
         if not machine.gpus:  # a CPU has no memory for the part of a bucket that is never written
@@ -123,7 +127,9 @@ def make_choices(
             low, high = traces[checkpointing, is_cached]
             trace = between(low, high, micro_batch_size)
             work = trace.student.plus(trace.teacher)
-            read = kept.row_bytes(count_positions(ends[0][1], micro_batch_size)) if is_cached and kept else 0
+            read = (
+                cache_trace.row_bytes(count_positions(ends[0][1], micro_batch_size)) if is_cached and cache_trace else 0
+            )
             layout = Layout(zero=zero, sizes=sizes, teacher=teacher, machine=machine, accumulation_steps=steps)
             choice = LayoutChoice(
                 **vars(layout),
@@ -142,10 +148,10 @@ def make_choices(
 def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> LayoutChoice:
     """Return the fastest choice that fits, not tightly if possible; of those that are alike, the simplest.
 
-    The first ds_configs of the choices are the simplest. A `micro_batch_size` that the run asks for is kept if it fits.
-    Raises UserError, which says what is missing, if none fits.
+    The first ds_configs of the choices are the simplest. A `micro_batch_size` that the run sets is used if it fits.
+    Raises UserError, which names what is missing, if none fits.
     """
-    fitting = _preferred(choices, micro_batch_size)
+    fitting = _filter_preferred(choices, micro_batch_size)
     if not fitting:
         raise UserError(missing(choices))
     fastest = min(choice.seconds for choice in fitting)
@@ -162,9 +168,8 @@ def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None
     )
 
 
-def _preferred(choices: Sequence[LayoutChoice], micro_batch_size: int | None) -> list[LayoutChoice]:
-    """The choices that fit, without a senseless cache and not tightly if possible, and of these if possible those with
-    the micro batch size."""
+def _filter_preferred(choices: Sequence[LayoutChoice], micro_batch_size: int | None) -> list[LayoutChoice]:
+    """Return the choices that fit; if possible not tightly, without a senseless cache, and with the run's own size."""
     fitting = [choice for choice in choices if choice.fits]
     fitting = [choice for choice in fitting if choice.cache is None or choice.cache.is_sensible] or fitting
     fitting = [choice for choice in fitting if not choice.tight] or fitting
@@ -172,25 +177,25 @@ def _preferred(choices: Sequence[LayoutChoice], micro_batch_size: int | None) ->
 
 
 def best_of_each(choices: Sequence[LayoutChoice], kind: Callable[[LayoutChoice], Any]) -> list[LayoutChoice]:
-    """Return one choice of each kind: the fastest that fits, not tightly if possible, else that which needs least."""
+    """Return one choice of each kind: the fastest that fits, not tightly if possible; else the one that needs least."""
 
     def order(choice: LayoutChoice) -> tuple[bool, bool, float]:
         return not choice.fits, choice.tight, choice.seconds if choice.fits else choice.total
 
     kinds = dict.fromkeys(kind(choice) for choice in choices)
-    return [min((choice for choice in choices if kind(choice) == each), key=order) for each in kinds]
+    return [min((choice for choice in choices if kind(choice) == value), key=order) for value in kinds]
 
 
 def missing(choices: Sequence[LayoutChoice]) -> str:
-    """Say what the choice lacks that needs least, in one sentence."""
+    """Explain in one sentence what is missing for the choice that needs least memory."""
     least = min(choices, key=lambda choice: choice.total)
     available = least.machine.memory_bytes
     part = max((name for name in least.memory if PARTS[name][1]), key=lambda name: least.memory[name])
-    over, weight = (gigabytes(each) for each in (least.total - available, least.memory[part]))
-    what, remedy = PARTS[part]
+    excess, part_size = (gigabytes(size) for size in (least.total - available, least.memory[part]))
+    description, remedy = PARTS[part]
     return (
         f"--gpu_memory: nothing fits in {gigabytes(available)} GB: {least.described()} needs least, "
-        f"{gigabytes(least.total)} GB for each rank, {over} GB too much, of which {what} are {weight} GB: "
+        f"{gigabytes(least.total)} GB for each rank, {excess} GB too much, of which {description} are {part_size} GB: "
         f"take {remedy}, or more memory"
     )
 
@@ -201,23 +206,23 @@ def gigabytes(size: float) -> str:
 
 
 def reason(choice: LayoutChoice, choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> str:
-    """Say why a choice is proposed, in one sentence."""
-    others = _preferred(choices, micro_batch_size)
+    """Explain in one sentence why a choice is proposed."""
+    candidates = _filter_preferred(choices, micro_batch_size)
     available = gigabytes(choice.machine.memory_bytes)
-    said = f"{gigabytes(choice.total)} of {available} GB, {choice.duration.seconds:.3g} s a step; "
-    if len(others) == 1:
-        said += "the only setting that fits"
+    sentence = f"{gigabytes(choice.total)} of {available} GB, {choice.duration.seconds:.3g} s a step; "
+    if len(candidates) == 1:
+        sentence += "the only setting that fits"
     else:
-        said += f"the fastest, or the simplest of the fastest, of {len(others)} settings that fit"
+        sentence += f"the fastest, or the simplest of the fastest, of {len(candidates)} settings that fit"
     if not choice.tight:
-        said += f" and {'leaves' if len(others) == 1 else 'leave'} {choice.machine.margin:.0%} free"
+        sentence += f" and {'leaves' if len(candidates) == 1 else 'leave'} {choice.machine.margin:.0%} free"
     if choice.micro_batch_size == micro_batch_size:
-        said += f" with the run's own micro batch size {micro_batch_size}"
+        sentence += f" with the run's own micro batch size {micro_batch_size}"
     if choice.cache is not None and choice.cache.seconds_per_step > 0:
-        said += f"; making the cache adds {choice.cache.seconds_per_step:.3g} s for each step"
+        sentence += f"; making the cache adds {choice.cache.seconds_per_step:.3g} s for each step"
     if choice.checkpointing:
         keys = ("ds_config", "teacher", "micro_batch_size")
-        plain = [each for each in choices if all(getattr(each, key) == getattr(choice, key) for key in keys)]
-        needed = max(each.total for each in plain)
-        said += f"; without activation checkpointing it would need {gigabytes(needed)} GB"
-    return said
+        alike = [other for other in choices if all(getattr(other, key) == getattr(choice, key) for key in keys)]
+        needed = max(other.total for other in alike)
+        sentence += f"; without activation checkpointing it would need {gigabytes(needed)} GB"
+    return sentence

@@ -27,19 +27,19 @@ def estimate(plan: Plan) -> dict[str, float] | None:
     if train.epochs is not None:
         return None
     tokens = train.steps * train.global_batch_size * plan.config.data.max_length
-    of_teacher = 2 * plan.models.sizes["teacher_params"] if plan.runs_teacher else 0
-    flops = tokens * (3 * plan.models.sizes["forward_flops"] + of_teacher)
+    teacher_flops = 2 * plan.models.sizes["teacher_params"] if plan.runs_teacher else 0
+    flops = tokens * (3 * plan.models.sizes["forward_flops"] + teacher_flops)
     return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 
 
 def cost(plan: Plan) -> str:
     """Describe the estimate of the cost, and the room that the run takes on the disk, in one line."""
-    found = estimate(plan)
+    estimated = estimate(plan)
     room = f"up to {byte_size(DiskNeed.of(plan).total)} on the disk"
-    if found is None:
+    if estimated is None:
         return f"known once the training set is read (train.epochs {plan.config.train.epochs}); {room}"
-    hours = f"{found['a100_hours']:.2g} hours of an A100"
-    return f"{found['tokens']:,} tokens at most, {found['flops']:.2g} FLOP, about {hours}; {room}"
+    hours = f"{estimated['a100_hours']:.2g} hours of an A100"
+    return f"{estimated['tokens']:,} tokens at most, {estimated['flops']:.2g} FLOP, about {hours}; {room}"
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -73,22 +73,22 @@ def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | No
     The last of the plans is the run's own; `tasks` is the second stage as plain JSON values, and `flags` are those of
     `parse_run`.
     """
-    found = []
+    findings = []
     if not flags.json:
         plan = plans[-1]
-        told = [about_recipe(flags), headline(plan, "not read (--check reads it)"), f"Cost        {cost(plan)}"]
+        lines = [about_recipe(flags), headline(plan, "not read (--check reads it)"), f"Cost        {cost(plan)}"]
         if len(plans) > 1:
-            told.append(f"Before      the assistants {', '.join(plan.config.student.assistants)}")
+            lines.append(f"Before      the assistants {', '.join(plan.config.student.assistants)}")
         if plan.config.tasks.names:
-            told.append(f"After       fine-tuning on {', '.join(plan.config.tasks.names)}")
-        print_result("\n".join(told))
+            lines.append(f"After       fine-tuning on {', '.join(plan.config.tasks.names)}")
+        print_result("\n".join(lines))
     if flags.check:
         from llmdistill.planning.checkup import check_run
         from llmdistill.runtime.terminal import quiet_transformers
 
         quiet_transformers()
         for finding in check_run(config):
-            found.append(finding)
+            findings.append(finding)
             if not flags.json:
                 print_finding(finding)
     if flags.json:
@@ -96,6 +96,6 @@ def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | No
         values["notes"] = [*flags.notes, *values["notes"]]
         values |= {"assistants": [describe(plan) for plan in plans[:-1]]} if len(plans) > 1 else {}
         values |= {} if tasks is None else {"tasks": tasks}
-        values |= {"check": [asdict(finding) for finding in found]} if flags.check else {}
+        values |= {"check": [asdict(finding) for finding in findings]} if flags.check else {}
         print_result(values)
-    return int(any(finding.state == "failure" for finding in found))
+    return int(any(finding.state == "failure" for finding in findings))

@@ -33,7 +33,7 @@ PARTS = {
     "step": ("what only the optimizer's step needs", ""),
     "allocator": ("what the GPU and its allocator reserve", "a smaller --reserved"),
 }
-"""Part of the memory -> what it is, and what would make it smaller."""
+"""Part of the memory -> its description, and a remedy that makes it smaller."""
 TEACHERS = ("replicated", "node", "zero3")
 """Values of teacher.sharding, the simplest first."""
 CACHED = "cached"
@@ -74,10 +74,12 @@ class Sizes:
         return cls(
             student_bytes=model_bytes(student),
             element_bytes=student.dtype.itemsize,
-            trained=sum(each.numel() for each in student.parameters() if each.requires_grad),
+            trained=sum(parameter.numel() for parameter in student.parameters() if parameter.requires_grad),
             teacher_bytes=model_bytes(teacher),
             teacher_element_bytes=0 if teacher is None else teacher.dtype.itemsize,
-            teacher_head_bytes=0 if teacher is None else sum(each.nbytes for each in lm_head_parameters(teacher)),
+            teacher_head_bytes=0
+            if teacher is None
+            else sum(parameter.nbytes for parameter in lm_head_parameters(teacher)),
             cached_head_bytes=cached_head_bytes,
         )
 
@@ -104,14 +106,14 @@ class Zero:
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any], *, accumulation_steps: int) -> Zero:
-        """Read a DeepSpeed configuration; what it leaves out has DeepSpeed's defaults."""
+        """Read a DeepSpeed configuration; keys that it leaves out have DeepSpeed's defaults."""
         block, optimizer = (ds_config.get(name, {}) for name in ("zero_optimization", "optimizer"))
         settings = optimizer.get("params", {})
         stage = block.get("stage", 0)
         overlaps = block.get("overlap_comm", stage == 3)
         buckets = 2 if overlaps and stage < 3 else 1
         if stage == 2 and accumulation_steps > 1:
-            buckets += 1  # the sums of the micro batches before are views into their bucket
+            buckets += 1  # the sums of earlier micro batches are views into a bucket of their own, which keep it alive
 
         def device(name: str) -> str:
             return str((block.get(name) or {}).get("device", "none"))
@@ -212,8 +214,8 @@ class Layout:
         if self.teacher is not None:
             for name, size in self.resident_teacher.items():
                 always[name] = always.get(name, 0) + size
-        phases = [{**moment.live, "gradients": self._gradients(moment.gradients)} for moment in moments]
-        if not zero.offloads_optimizer:  # its step: the gradients of the rank's share, and the temporary tensors
+        phases = [{**moment.live, "gradients": self._count_gradients(moment.gradients)} for moment in moments]
+        if not zero.offloads_optimizer:  # the step holds the gradients of the rank's share, and temporary tensors
             at_once = min(self.share, zero.sub_group) if zero.stage == 3 else self.share
             step = at_once * (_GRADIENT + (0 if zero.fused else _TEMPORARY))
             phases.append({"gradients": self.share * sizes.element_bytes, "step": step})
@@ -224,15 +226,18 @@ class Layout:
         """Return the bytes by part with those that the GPU and its allocator reserve."""
         return {**parts, "allocator": self.machine.reserved_bytes + self.machine.fragmentation * sum(parts.values())}
 
-    def _gradients(self, complete: int) -> float:
-        """The bytes of the gradients when those of so many elements of a micro batch are there."""
+    def _count_gradients(self, complete: int) -> float:
+        """Return the bytes of the gradients once those of so many elements of a micro batch are complete."""
         if self.zero.stage >= 2:
-            own = 0 if self.zero.offloads_optimizer else self.share
+            elements = 0 if self.zero.offloads_optimizer else self.share
         else:
-            own = self.sizes.trained if self.accumulation_steps > 1 else complete
+            # With accumulation all gradients exist from the first micro batch on; without, they appear one after the
+            # other.
+            elements = self.sizes.trained if self.accumulation_steps > 1 else complete
+        # Stage 2 without accumulation fills its share bucket by bucket during the backward pass.
         if self.zero.stage == 2 and self.accumulation_steps == 1:
-            own = min(own, complete)
-        return own * self.sizes.element_bytes
+            elements = min(elements, complete)
+        return elements * self.sizes.element_bytes
 
     @property
     def wire_bytes(self) -> float:
@@ -249,35 +254,38 @@ class Layout:
         else:
             sent = 2 * gradients
         ranks = self.machine.ranks
-        return (ranks - 1) / ranks * sent + (self._teacher_bytes if self.teacher == "zero3" else 0)
+        return (ranks - 1) / ranks * sent + (self._gathered_teacher_bytes if self.teacher == "zero3" else 0)
 
     @property
     def node_bytes(self) -> float:
         """The bytes that a rank sends in a step to the ranks of its node alone: those of a teacher of the node."""
-        return self._teacher_bytes if self.teacher == "node" else 0
+        return self._gathered_teacher_bytes if self.teacher == "node" else 0
 
     @property
-    def _teacher_bytes(self) -> float:
-        """The bytes that a rank sends for those that share a teacher: all but its LM head, for each micro batch."""
+    def _gathered_teacher_bytes(self) -> float:
+        """The bytes that a rank sends for a shared teacher: all but the LM head, for each micro batch."""
         gathered = self.sizes.teacher_bytes - self.sizes.teacher_head_bytes
         return (self.sharers - 1) / self.sharers * self.accumulation_steps * gathered
 
     def step_duration(self, work: Work, *, read_bytes: float = 0) -> Duration:
-        """Return the time of a step from the work of both models on a micro batch, and what it reads of a cache."""
+        """Return the time of a step from the work of both models on a micro batch, and the bytes read from a cache."""
         zero, sizes, machine, steps = self.zero, self.sizes, self.machine, self.accumulation_steps
         share = sizes.trained / machine.ranks
-        copied = 0.0
+        copied_bytes = 0.0
         if zero.offloads_optimizer:
-            copied += share * sizes.element_bytes * (steps + 1)  # gradients down, weights up
+            copied_bytes += share * sizes.element_bytes * (steps + 1)  # gradients down, weights up
         if zero.offloads_weights:
-            copied += 2 * steps * sizes.student_bytes / machine.ranks
-        host = copied / _reached(machine, machine.pcie)
+            copied_bytes += 2 * steps * sizes.student_bytes / machine.ranks
+        host = copied_bytes / _effective_bandwidth(machine, machine.pcie)
         if zero.offloads_optimizer:
-            host += _HOST_ADAM_BYTES * share * machine.ranks_of_node / _reached(machine, machine.host_bandwidth)
-        on_gpu = 0 if zero.offloads_optimizer else _ADAM_BYTES * self.share
+            host += (
+                _HOST_ADAM_BYTES * share * machine.ranks_of_node / _effective_bandwidth(machine, machine.host_bandwidth)
+            )
+        optimizer_bytes = 0 if zero.offloads_optimizer else _ADAM_BYTES * self.share
         return Duration(
-            compute=steps * _product_seconds(work, machine),
-            memory=(steps * work.other_bytes + on_gpu) / _reached(machine, machine.memory_bandwidth),
+            compute=steps * _time_products(work, machine),
+            memory=(steps * work.other_bytes + optimizer_bytes)
+            / _effective_bandwidth(machine, machine.memory_bandwidth),
             wire=self.sent_seconds(self.wire_bytes),
             launch=1e-6 * machine.launch * steps * work.operations,
             host=host + steps * read_seconds(read_bytes, machine),
@@ -286,9 +294,9 @@ class Layout:
     def pass_seconds(self, work: Work) -> float:
         """Return the time of one forward pass of the teacher alone, on all ranks at the same time."""
         machine = self.machine
-        memory = work.other_bytes / _reached(machine, machine.memory_bandwidth)
-        sent = self.sent_seconds(self._teacher_bytes if self.teacher == "zero3" else 0.0)
-        return max(_product_seconds(work, machine) + memory, sent, 1e-6 * machine.launch * work.operations)
+        memory = work.other_bytes / _effective_bandwidth(machine, machine.memory_bandwidth)
+        sent = self.sent_seconds(self._gathered_teacher_bytes if self.teacher == "zero3" else 0.0)
+        return max(_time_products(work, machine) + memory, sent, 1e-6 * machine.launch * work.operations)
 
     def sent_seconds(self, between: float) -> float:
         """Return the time in which a rank sends bytes over all ranks, and `node_bytes` within its node.
@@ -298,20 +306,25 @@ class Layout:
         """
         machine = self.machine
         ring = min(machine.nvlink, machine.ranks_of_node * machine.infiniband) if machine.nodes > 1 else machine.nvlink
-        return between / _reached(machine, ring) + self.node_bytes / _reached(machine, machine.nvlink)
+        return between / _effective_bandwidth(machine, ring) + self.node_bytes / _effective_bandwidth(
+            machine, machine.nvlink
+        )
 
 
 def read_seconds(size: float, machine: MachineConfig) -> float:
     """Return the time in which each rank reads so many bytes of a cache, from the disk of its node to its GPU."""
-    return size * (machine.ranks_of_node / _reached(machine, machine.disk) + 1 / _reached(machine, machine.pcie))
+    return size * (
+        machine.ranks_of_node / _effective_bandwidth(machine, machine.disk)
+        + 1 / _effective_bandwidth(machine, machine.pcie)
+    )
 
 
-def _product_seconds(work: Work, machine: MachineConfig) -> float:
-    """The time of matrix products; one of small matrices waits for the memory."""
+def _time_products(work: Work, machine: MachineConfig) -> float:
+    """Return the time of matrix products; a product of small matrices waits for the memory."""
     peak = 1e12 * machine.tflops * machine.product_share
-    return max(work.flops / peak, work.product_bytes / _reached(machine, machine.memory_bandwidth))
+    return max(work.flops / peak, work.product_bytes / _effective_bandwidth(machine, machine.memory_bandwidth))
 
 
-def _reached(machine: MachineConfig, gigabytes: float) -> float:
-    """Bytes per second of a bandwidth in GB/s."""
+def _effective_bandwidth(machine: MachineConfig, gigabytes: float) -> float:
+    """Return the bytes per second that a bandwidth in GB/s reaches in practice."""
     return 1e9 * gigabytes * machine.bandwidth_share

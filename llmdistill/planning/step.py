@@ -68,21 +68,21 @@ class StepTrace:
 
 
 def build_models(plan: Plan) -> ForecastModels:
-    """Build the models of a run on the meta device; a UserError if only weights or data tell the student's sizes."""
-    student = _build(plan.models.student, plan.models.student_head, plan.task)
+    """Build a run's models on the meta device; raise UserError if the student's sizes follow from weights or data."""
+    student = _build_on_meta(plan.models.student, plan.models.student_head, plan.task)
     settings = plan.config.student
     if settings.model is None:
         reference, factorize = build_reference(plan.models.student), settings.factorize
         if settings.shape is not None:
             install(student, plan_embedding(reference, factorize, settings.method))
-        else:  # ranks that data will choose have the same number of parameters as uniform ones
+        else:  # ranks chosen by data have the same number of parameters as uniform ones
             uniform = replace(factorize, allocation="uniform")
             install(student, plan_factorization(reference, uniform, settings.method))
     cast_parameters(student, plan.models.dtype)
     adapt(student, settings, plan.config.seed)
     teacher = None
     if plan.method.needs_teacher:
-        teacher = _build(plan.models.teacher, plan.models.teacher_head, plan.task)
+        teacher = _build_on_meta(plan.models.teacher, plan.models.teacher_head, plan.task)
         cast_parameters(teacher, plan.models.teacher_dtype)
     with torch.device("meta"):
         projectors = add_projectors(student, plan.method.projections, plan.config.seed)
@@ -91,7 +91,7 @@ def build_models(plan: Plan) -> ForecastModels:
     )
 
 
-def _build(config: PreTrainedConfig, head: Head, task: Task) -> PreTrainedModel:
+def _build_on_meta(config: PreTrainedConfig, head: Head, task: Task) -> PreTrainedModel:
     config = copy.deepcopy(config)
     if task.num_outputs is not None:
         config.num_labels = task.num_outputs
@@ -136,56 +136,57 @@ def trace_step(
     """Trace the forward passes of both models and the backward pass of the student on one micro batch.
 
     Afterwards the student is in training mode. With `checkpointing` it recomputes its activations. A `cached` teacher
-    is read in place of its pass.
+    takes the place of a pass of the teacher.
     """
     student, method, tracer = models.student, models.method, Tracer()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers renames these methods
+        warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming these methods
         if not checkpointing:
             student.gradient_checkpointing_disable()
         set_training(student, checkpointing=checkpointing)
     moments: list[Moment] = []
 
     def complete(parameter: Tensor) -> None:
-        parameter.grad = None  # where it goes depends on the ZeRO stage
+        parameter.grad = None  # the layout adds gradients itself, because their place depends on the ZeRO stage
         moments.append(Moment((moments[-1].gradients if moments else 0) + parameter.numel(), tracer.take_peak()))
 
-    hooked: list[Any] = [
+    handles: list[Any] = [
         parameter.register_post_accumulate_grad_hook(complete)
         for parameter in student.parameters()
         if parameter.requires_grad
     ]
-    wired = partial(tapped, method, vocabulary=models.vocabulary)
-    learner = wired("student", student, projectors=models.projectors)
-    hooked.append(learner)
+    make_tapped = partial(tapped, method, vocabulary=models.vocabulary)
+    learner = make_tapped("student", student, projectors=models.projectors)
+    handles.append(learner)
     teacher = cached
-    tracer.ignore(_tensors(student))
+    tracer.ignore(_list_tensors(student))
     if models.teacher is not None:
         models.teacher.eval().requires_grad_(False)
-        tracer.ignore(_tensors(models.teacher))
+        tracer.ignore(_list_tensors(models.teacher))
         if cached is None:
-            teacher = live = wired("teacher", models.teacher)
-            hooked.append(live)
-    teacher_outputs, of_teacher = None, Work()
+            teacher = live = make_tapped("teacher", models.teacher)
+            handles.append(live)
+    teacher_outputs, teacher_work = None, Work()
+    # HeadLosses runs inside the model, so that only a wrapper of its call can tell its memory from the activations.
     in_head = patch.object(HeadLosses, "__call__", tracer.part("head")(HeadLosses.__call__))
     with on_gpu(), tracer, in_head:
         if teacher is not None:
             with torch.no_grad(), tracer.part("taps"):
                 teacher_outputs = teacher.teach(batch, lm_head=method.teacher_positions)
-            of_teacher = tracer.work
+            teacher_work = tracer.work
         terms = method.running(teacher_outputs, batch)
         del teacher_outputs
-        watched = [replace(term, loss=tracer.part("taps")(term.loss)) for term in terms.layer_terms]
-        learner.learn(batch, replace(terms, layer_terms=watched)).total.backward()
+        traced_terms = [replace(term, loss=tracer.part("taps")(term.loss)) for term in terms.layer_terms]
+        learner.learn(batch, replace(terms, layer_terms=traced_terms)).total.backward()
         del terms
     moments.append(Moment(moments[-1].gradients if moments else 0, tracer.take_peak()))
-    for each in hooked:
-        each.remove()
+    for handle in handles:
+        handle.remove()
     return StepTrace(
         micro_batch_size=len(batch.input_ids),
         moments=moments,
-        student=tracer.work.plus(of_teacher, -1.0),
-        teacher=of_teacher,
+        student=tracer.work.plus(teacher_work, -1.0),
+        teacher=teacher_work,
     )
 
 
@@ -196,10 +197,10 @@ def between(low: StepTrace, high: StepTrace, micro_batch_size: int) -> StepTrace
     share = (micro_batch_size - low.micro_batch_size) / (high.micro_batch_size - low.micro_batch_size)
     assert len(low.moments) == len(high.moments), "two traces of one step complete the same gradients"
 
-    def bytes_between(one: Moment, other: Moment) -> Moment:
-        parts = one.live.keys() | other.live.keys()
-        live = {name: one.live.get(name, 0) * (1 - share) + other.live.get(name, 0) * share for name in parts}
-        return Moment(one.gradients, live)
+    def bytes_between(first: Moment, second: Moment) -> Moment:
+        parts = first.live.keys() | second.live.keys()
+        live = {name: first.live.get(name, 0) * (1 - share) + second.live.get(name, 0) * share for name in parts}
+        return Moment(first.gradients, live)
 
     return StepTrace(
         micro_batch_size=micro_batch_size,
@@ -211,10 +212,10 @@ def between(low: StepTrace, high: StepTrace, micro_batch_size: int) -> StepTrace
 
 def model_bytes(model: nn.Module | None) -> int:
     """Return the bytes of a model's parameters and buffers; 0 without a model."""
-    return 0 if model is None else sum(each.untyped_storage().nbytes() for each in _tensors(model))
+    return 0 if model is None else sum(tensor.untyped_storage().nbytes() for tensor in _list_tensors(model))
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a model; what is shared counts once."""
-    found = {id(each.untyped_storage()): each for each in (*model.parameters(), *model.buffers())}
-    return list(found.values())
+def _list_tensors(model: nn.Module) -> list[Tensor]:
+    """List the parameters and buffers of a model; tensors that share their memory count once."""
+    by_storage = {id(tensor.untyped_storage()): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return list(by_storage.values())
