@@ -163,7 +163,7 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
         return run
 
     measure.measure_moments = timed("statistics", measure.measure_moments)
-    measure.Measurement._decomposed = timed("decompositions", measure.Measurement._decomposed)  # type: ignore[method-assign]
+    measure.Measurement._decompose = timed("decompositions", measure.Measurement._decompose)  # type: ignore[method-assign]
     measure.cut_costs = timed("costs of cuts", cuts.cut_costs)
     weigh.divergences = timed("held-out check", cuts.divergences)
     threading.Thread(target=watch, daemon=True).start()

@@ -106,12 +106,14 @@ def test_a_decoder_without_a_cache_is_refused(tmp_path):
 
 def test_a_model_that_rounds_more_allows_a_larger_difference(encoder, tmp_path, monkeypatch):
     folder, model, _ = encoder
-    _, inputs, outputs, _ = onnx_export._traced(model)
+    _, inputs, outputs, _ = onnx_export._prepare_trace(model)
     once = onnx_export._Graph(folder / "out" / onnx_export.FILE, inputs, outputs)
     with torch.no_grad():
         assert max(once.difference(model)) < 1e-6, "this model rounds less"
     assert model.dtype == torch.float32
-    monkeypatch.setattr(onnx_export, "_written", lambda _, file: replace(once, file=Path(shutil.copy(once.file, file))))
+    monkeypatch.setattr(
+        onnx_export, "_write_graph", lambda _, file: replace(once, file=Path(shutil.copy(once.file, file)))
+    )
     for number, (told, own, is_fine) in enumerate([(3e-5, 2e-5, True), (5e-5, 2e-5, False), (2e-5, 0, False)]):
         monkeypatch.setattr(onnx_export._Graph, "difference", lambda *_, both=(told, own): both)
         with nullcontext() if is_fine else pytest.raises(UserError, match="differs from the model by"):
