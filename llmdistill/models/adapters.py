@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -162,7 +163,8 @@ def _load_adapter(base: PreTrainedModel, folder: Path, settings: dict[str, Any])
                     f"{folder / CONFIG_FILE}: {key} is {repr(rank)[:60]}, but the adapter's weights have ranks from 1 "
                     f"to {most}: take the file that belongs to the weights"
                 )
-        with warnings.catch_warnings():
+        # Without CUDA, peft's BOFT leaves CC and CXX set to gcc, by which DeepSpeed would compile its extensions anew.
+        with warnings.catch_warnings(), patch.dict(os.environ):
             warnings.simplefilter("ignore")  # missing and unknown weights are checked below
             model: Any = PeftModel.from_pretrained(base, str(folder), torch_device="cpu")
         expected = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
