@@ -175,7 +175,7 @@ def _training(
         print_main(f"Note        going on from step {start} of {steps}, at learning rate {rate:.3g}")
     loss_modes = trainer.check_losses(start, known)
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps)
-    with log.activity, monitors(plan.config, monitor_of(trainer.engine), log.rows, start) as log.monitor:
+    with log.activity, monitors(plan.config, monitor_of(trainer.engine), start) as log.monitor:
         method = make_sft() if plan.task.validates_labels else plan.method
         validation = Validation(trainer, data.validation(assemble.share_of(plan)), method, plan.folder)
         if best is not None:

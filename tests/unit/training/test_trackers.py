@@ -4,7 +4,7 @@ A stand-in has those functions of the library's public interface that are called
 """
 
 import importlib.util
-import os
+import json
 import sys
 from collections import defaultdict
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import BatchSplit, student_ds_config
 from llmdistill.training.log import RunLog
-from llmdistill.training.trackers import check_access, check_libraries, monitors
+from llmdistill.training.trackers import TRACKERS_FILE, check_access, check_libraries, monitors
 
 from support import log_rows
 
@@ -47,10 +47,9 @@ def sent(monkeypatch):
     def init(*, project, name, id, resume, dir, config):
         run = id or f"w{len(found.wandb)}"
         found.opened.append(("wandb", project, name, run, resume, config["train"]["steps"]))
-        known = found.wandb[run]
+        found.wandb[run]  # known from now on
         return SimpleNamespace(
             id=run,
-            step=0 if os.environ.get("WANDB_MODE") == "offline" or not known else known[-1][0] + 1,
             log=lambda values, step: log("wandb", run, values, step),
             finish=lambda exit_code: found.ends.append(("wandb", exit_code)),
         )
@@ -66,8 +65,6 @@ def sent(monkeypatch):
 
     mlflow.active_run, mlflow.start_run = lambda: None, start_run
     mlflow.log_params = lambda values: found.opened.append(("params", values["train.steps"]))
-    history = lambda run, key: [SimpleNamespace(step=step) for step, row in found.mlflow[run] if key in row]  # noqa: E731
-    mlflow.MlflowClient = lambda: SimpleNamespace(get_metric_history=history)
     mlflow.log_metrics = lambda values, step: log("mlflow", active[-1], values, step)
     mlflow.end_run = lambda status: found.ends.append(("mlflow", status))
     mlflow.search_experiments = lambda max_results: []
@@ -95,7 +92,7 @@ def steps(config, start, until, *, rank=0, end=None) -> None:
     with ExitStack() as stack:
         stack.enter_context(replace(WORLD, rank=rank).entered())
         log = RunLog(Path(str(config.output_dir)), start=start, steps=6)
-        log.monitor = stack.enter_context(monitors(config, None, log.rows, start))
+        log.monitor = stack.enter_context(monitors(config, None, start))
         if start == 0:
             log.validated(0, {"valid_loss": 3.5})
         for step in range(start + 1, until + 1):
@@ -112,34 +109,29 @@ def log_of(folder) -> list[tuple[int, dict[str, float]]]:
     return [(row["step"], {f"train/{key}": value for key, value in row.items() if key != "step"}) for row in rows]
 
 
-def test_a_killed_run_goes_on_in_the_same_tracker_and_sends_no_step_twice(sent, tmp_path):
+def test_a_run_that_goes_on_resumes_the_run_of_each_tracker(sent, tmp_path):
     config = config_of(tmp_path)
     steps(config, 0, 3, rank=1)
     assert sent.opened == list(tmp_path.iterdir()) == []
     steps(config, 0, 5, end="kill")
     assert log_of(tmp_path)[0] == (0, {"train/valid_loss": 3.5})
-    steps(config, 2, 3, end="kill")  # from the checkpoint of step 2, and killed before it comes as far as before
-    for name in ("wandb", "mlflow"):  # what was on its way
-        [run] = getattr(sent, name).values()
-        assert [step for step, _ in run] == [0, 1, 2, 3, 4, 5]
-        del run[3:]
-    steps(config, 3, 6)
+    steps(config, 5, 6)
     for name in ("wandb", "mlflow"):
-        [run] = getattr(sent, name).values()
-        assert [step for step, _ in run] == [0, 1, 2, 3, 4, 5, 6]
-        assert run == log_of(tmp_path)
+        assert [*getattr(sent, name).values()] == [log_of(tmp_path)]
     assert sent.ends == [("wandb", 0), ("mlflow", "FINISHED")]
-    assert ("wandb", "llmdistill", tmp_path.name, "w0", "allow", 6) in sent.opened
+    assert sent.opened.count(("wandb", "llmdistill", tmp_path.name, "w0", "allow", 6)) == 2
     params = [each for each in sent.opened if each[0] == "params"]
     assert params == [("params", "6")], "MLflow takes no parameter twice"
 
 
-def test_other_rows_than_were_sent_make_another_run(sent, tmp_path):
-    steps(config_of(tmp_path, report_to=["wandb"]), 0, 5)
-    steps(config_of(tmp_path, report_to=["wandb"], learning_rate=1e-4), 2, 6)
-    steps(config_of(tmp_path, report_to=["wandb"], learning_rate=1e-4, steps=9), 6, 9)
-    assert [step for step, _ in sent.wandb["w0"]] == [0, 1, 2, 3, 4, 5]
-    assert sent.wandb["w1"] == log_of(tmp_path)
+def test_a_run_of_the_version_before_goes_on_and_a_later_tracker_begins_with_it(sent, tmp_path):
+    entry = {"id": "w7", "shaping": {"steps": 6, "learning_rate": 1e-3}, "sent": None}
+    (tmp_path / TRACKERS_FILE).write_text(json.dumps({"wandb": entry}))
+    with pytest.raises(Stopped):
+        steps(config_of(tmp_path), 2, 4, end="stop")
+    assert sent.ends == [("wandb", 1), ("mlflow", "KILLED")]
+    assert json.loads((tmp_path / TRACKERS_FILE).read_text()) == {"wandb": {"id": "w7"}, "mlflow": {"id": "m0"}}
+    assert [step for step, _ in sent.wandb["w7"]] == [step for step, _ in sent.mlflow["m0"]] == [3, 4]
 
 
 def test_a_tracker_that_fails_stops_no_training(sent, tmp_path, capsys):
@@ -147,19 +139,6 @@ def test_a_tracker_that_fails_stops_no_training(sent, tmp_path, capsys):
     steps(config_of(tmp_path), 0, 3)
     assert [step for step, _ in log_of(tmp_path)] == [0, 1, 2, 3]
     assert capsys.readouterr().err.count("no route to host") == 2, "one for each tracker"
-
-
-def test_a_killed_run_without_network_begins_a_whole_one(sent, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = config_of(tmp_path)
-    steps(config_of(tmp_path, report_to=["wandb"]), 0, 5, end="kill")
-    with pytest.raises(Stopped):
-        steps(config, 2, 4, end="stop")
-    assert sent.ends == [("wandb", 1), ("mlflow", "KILLED")]
-    steps(config, 4, 6)  # what was stopped in order goes on
-    assert sent.wandb.keys() == {"w0", "w1"}
-    assert sent.wandb["w1"] == log_of(tmp_path)
-    assert sent.mlflow == {"m0": log_of(tmp_path)}, "a tracker that comes later gets the earlier rows"
 
 
 def test_a_missing_library_and_two_runs_of_one_are_refused(sent, monkeypatch, tmp_path):
@@ -204,7 +183,7 @@ def test_tensorboard_shows_no_step_of_a_killed_process(tmp_path, monkeypatch):
             tb_monitor=SimpleNamespace(summary_writer=writer),
             write_events=lambda events, writer=writer: [writer.add_scalar(*event) for event in events],
         )
-        with monitors(config, monitor, [], start) as found:
+        with monitors(config, monitor, start) as found:
             for step in range(start + (start > 0), until + 1):
                 found.add(step, {"loss": 10.0 * number + step})
         writer.close()
