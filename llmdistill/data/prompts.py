@@ -14,6 +14,7 @@ from llmdistill.data.chats import place_of, render_chats
 from llmdistill.data.examples import Example
 from llmdistill.errors import UserError
 from llmdistill.files import read_json, write_json
+from llmdistill.internals.transformers_names import is_from_config
 from llmdistill.models.chat_templates import end_of_turn
 
 MINILLM, CHAT = "minillm", "chat"
@@ -134,7 +135,7 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
     if isinstance(named, int):
         # transformers fills in the architecture's default if a model has no generation_config.json, and the tokenizer
         # may not have that token.
-        named = [] if generation is None or generation._from_model_config else [named]
+        named = [] if generation is None or is_from_config(generation) else [named]
     return list(dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer), *(named or [])]))
 
 

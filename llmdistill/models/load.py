@@ -24,6 +24,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQ
 
 from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
 from llmdistill.errors import UserError
+from llmdistill.internals.transformers_names import model_class
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, cast_parameters, of_base
 from llmdistill.models.companions import read_generation_settings, save_model
 from llmdistill.models.config_check import built_from, cannot_build, check_sizes
@@ -67,7 +68,7 @@ def auto_class(config: PreTrainedConfig, head: Head) -> Any:
 
 def has_checkpointing(config: PreTrainedConfig, head: Head) -> bool:
     """Return whether transformers can recompute the activations of a model in the backward pass."""
-    return bool(auto_class(config, head)._model_mapping[type(config)].supports_gradient_checkpointing)
+    return bool(model_class(auto_class(config, head), config).supports_gradient_checkpointing)
 
 
 def attention_of(config: PreTrainedConfig) -> dict[str, str]:

@@ -20,6 +20,7 @@ from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
 from llmdistill.config.student import QuantizeConfig, StudentConfig
 from llmdistill.errors import UserError, to_install
+from llmdistill.internals.transformers_names import set_weight_conversions, weight_conversions
 from llmdistill.models.general import in_lists
 from llmdistill.models.student_form import StudentForm, is_size
 
@@ -164,12 +165,12 @@ def settle_loaded(model: PreTrainedModel) -> None:
     transformers leaves the weights as they were saved, and has no way back for what it made of their parts; the
     quantizer makes the parts again.
     """
-    loaded: Any = model
-    loaded._weight_conversions = [
+    conversions = [
         conversion
-        for conversion in loaded._weight_conversions
+        for conversion in weight_conversions(model) or ()
         if not any(isinstance(operation, TorchAoDeserialize) for operation in getattr(conversion, "operations", ()))
     ]
+    set_weight_conversions(model, conversions)
     for module, weight in _quantized_modules(model):
         if weight.dtype != model.dtype:
             module.weight = nn.Parameter(weight.to(model.dtype), requires_grad=False)

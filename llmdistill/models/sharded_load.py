@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llmdistill.internals.transformers_names import is_initialized, mark_initialized
 from llmdistill.models.adapters import WEIGHTS_FILE
 from llmdistill.models.companions import downloaded, take_generation_settings
 from llmdistill.models.families import is_head
@@ -81,7 +82,7 @@ def load_sharded(
         value = torch.empty(old.shape, dtype=dtype) if tensor is None else tensor[1]().to(dtype)
         parameter = nn.Parameter(value, requires_grad=old.requires_grad)
         # transformers initializes, in initialize_weights below, only parameters without this mark.
-        parameter._is_hf_initialized = tensor is not None  # type: ignore[attr-defined]
+        mark_initialized(parameter, tensor is not None)
         for name in names:
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_parameter(leaf, parameter)
@@ -146,10 +147,9 @@ def _initialize(model: PreTrainedModel, saved: Mapping[str, _SavedTensor]) -> No
         tensors = {name: _find_saved(model, [f"{prefix}.{name}" if prefix else name], saved) for name in buffers}
         for name, buffer in buffers.items():
             tensor = tensors[name]
-            module._buffers[name] = (
-                torch.empty_like(buffer, device=device) if tensor is None else tensor[1]().to(device)
-            )
-        is_read = all(getattr(parameter, "_is_hf_initialized", False) for parameter in own.values())
+            value = torch.empty_like(buffer, device=device) if tensor is None else tensor[1]().to(device)
+            setattr(module, name, value)
+        is_read = all(map(is_initialized, own.values()))
         if (own or buffers) and is_read and None not in tensors.values():
-            module._is_hf_initialized = True
+            mark_initialized(module)
     model.initialize_weights()

@@ -14,6 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from llmdistill.errors import UserError
+from llmdistill.internals.transformers_names import attention_implementation
 from llmdistill.models.general import causal_by_classes, find_layers, is_linear
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _trace(kind: type[PreTrainedConfig], settings: str) -> Traced | str:
         model = _build(config, causal=causal)
     except Exception:  # of any architecture
         return "its layers cannot be built without weights"
-    if model.config._attn_implementation != "sdpa":
+    if attention_implementation(model) != "sdpa":
         return "its attention is not transformers' sdpa"
     name = find_layers(model)
     run, stock = _run(model, name, _NAME), _run(model, name, "sdpa")

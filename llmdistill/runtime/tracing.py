@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
 
-from llmdistill.runtime.torch_internals import (
+from llmdistill.internals.torch_names import (
     EFFICIENT_ATTENTION,
     EFFICIENT_ATTENTION_BACKWARD,
     FLASH_ATTENTION,

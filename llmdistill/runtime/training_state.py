@@ -15,8 +15,16 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from llmdistill.internals.deepspeed_names import (
+    after_writing,
+    before_writing,
+    optimizer_of,
+    partition,
+    shard,
+    stepped_tensors,
+)
 
 WEIGHT = "weight"
 """The kind of state that is the weight itself, in the optimizer's precision."""
@@ -42,14 +50,14 @@ class Fragment:
 def fragments(engine: Any) -> list[Fragment]:
     """Return the fragments of this rank; without ZeRO every rank holds everything."""
     trained = [(name, each) for name, each in engine.module.named_parameters() if each.requires_grad]
-    states = _base(engine).state
+    states = optimizer_of(engine).state
     if engine.zero_optimization_stage() == 3:
         # The optimizer's names of its states; none before the first step.
-        flats = [flat for group in _stepped(engine) for flat in group]
+        flats = [flat for group in stepped_tensors(engine) for flat in group]
         kinds = {key for flat in flats for key, value in states.get(flat, {}).items() if _is_like(value, flat)}
         return [each for name, parameter in trained for each in _sharded(name, parameter, sorted(kinds))]
     if engine.zero_optimization_stage() > 0:
-        flats = [flat for (flat,) in _stepped(engine)]
+        flats = [flat for (flat,) in stepped_tensors(engine)]
         return [each for name, parameter in trained for each in _partitioned(name, parameter, flats, states)]
     return [each for name, parameter in trained for each in _whole(name, parameter, states.get(parameter, {}))]
 
@@ -57,14 +65,14 @@ def fragments(engine: Any) -> list[Fragment]:
 def counters(engine: Any) -> dict[str, float]:
     """Return the numbers of the optimizer that belong to no element of a parameter, such as Adam's step."""
     found: dict[str, float] = {}
-    for state in _base(engine).state.values():
+    for state in optimizer_of(engine).state.values():
         found |= {key: float(value) for key, value in state.items() if _is_number(value)}
     return found
 
 
 def set_counters(engine: Any, values: dict[str, float]) -> None:
     """Set the numbers that `counters` returned; the optimizer must have its state."""
-    for state in _base(engine).state.values():
+    for state in optimizer_of(engine).state.values():
         for key, value in values.items():
             if isinstance(state.get(key), Tensor):
                 state[key].fill_(value)
@@ -77,10 +85,10 @@ def create_state(engine: Any) -> None:
 
     The optimizer creates it itself, because each implementation of Adam keeps its own types.
     """
-    base = _base(engine)
+    base = optimizer_of(engine)
     before = [dict(group) for group in base.param_groups]
     lent: list[Tensor] = []
-    for group, parameters in zip(base.param_groups, _stepped(engine), strict=True):
+    for group, parameters in zip(base.param_groups, stepped_tensors(engine), strict=True):
         group.update(lr=0.0, weight_decay=0.0, params=parameters)
         for parameter in parameters:
             if parameter.grad is None:
@@ -98,32 +106,9 @@ def create_state(engine: Any) -> None:
 @contextmanager
 def restoring(engine: Any) -> Iterator[None]:
     """Block in which fragments are written; afterwards the model computes with the restored weights."""
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    if stage == 3:
-        optimizer.checkpoint_event_prologue()
+    before_writing(engine)
     yield
-    if stage == 3:
-        for model, exact in zip(
-            optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
-        ):
-            model.data.copy_(exact.data)
-        optimizer.checkpoint_event_epilogue()
-    elif stage > 0:
-        optimizer.update_lp_params()
-
-
-def _base(engine: Any) -> torch.optim.Optimizer:
-    """The optimizer that ZeRO wraps."""
-    return cast(torch.optim.Optimizer, getattr(engine.optimizer, "optimizer", engine.optimizer))
-
-
-def _stepped(engine: Any) -> list[list[Tensor]]:
-    """The tensors that the optimizer steps, for each of its parameter groups."""
-    groups: list[list[Tensor]] = [list(group["params"]) for group in _base(engine).param_groups]
-    if engine.zero_optimization_stage() == 3:  # a group has its tensors only during the step
-        for number, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
-            groups[engine.optimizer.sub_group_to_group_id[number]].append(flat)
-    return groups
+    after_writing(engine)
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:
@@ -151,22 +136,18 @@ def _partitioned(
     name: str, parameter: Any, flats: Sequence[Tensor], states: Mapping[Any, dict[str, Any]]
 ) -> Iterator[Fragment]:
     """ZeRO-1 and 2: a rank has one range of all parameters of a group, laid end to end in one flat tensor."""
-    part = parameter._hp_mapping
+    part = partition(parameter)
     if part is None:  # the whole parameter lies in the ranges of other ranks
         return
-    # DeepSpeed's own links to the state are not used: it makes them after the step of the first group, when the other
-    # groups have no state yet.
-    flat, start, place = flats[part.param_group_index], part.lp_fragment_address.start, part.hp_fragment_address
+    flat = flats[part.group]
     held = {WEIGHT: flat} | {key: value for key, value in states.get(flat, {}).items() if _is_like(value, flat)}
     for kind, value in held.items():
-        yield _viewed(name, kind, start, value.data.narrow(0, place.start, place.numel))
+        yield _viewed(name, kind, part.start, value.data.narrow(0, part.place, part.numel))
 
 
 def _sharded(name: str, parameter: Any, kinds: Sequence[str]) -> Iterator[Fragment]:
-    """ZeRO-3: every parameter is split over all ranks, padded to equal shards."""
-    size = parameter.ds_tensor.numel()
-    start = size * dist.get_rank(parameter.ds_process_group)
-    numel = min(size, parameter.ds_numel - start)
+    """ZeRO-3: every parameter is split over all ranks."""
+    start, numel = shard(parameter)
     if numel <= 0:
         return
     for kind in (WEIGHT, *kinds):

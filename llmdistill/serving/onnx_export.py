@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from llmdistill.artifacts import new_proven_folder
 from llmdistill.errors import UserError, to_install
+from llmdistill.internals.transformers_names import attention_implementation
 from llmdistill.models.companions import copy_companions
 from llmdistill.models.forms import remove_forms
 from llmdistill.models.general import cache_argument
@@ -220,7 +221,7 @@ def _write_graph(model: PreTrainedModel, file: Path) -> _Graph:
     import onnx
 
     program, inputs, outputs, axes = _prepare_trace(model)
-    implementation = model.config._attn_implementation
+    implementation = attention_implementation(model)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns of packages that this export does not need

@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from llmdistill.batch import Sequences
 from llmdistill.errors import UserError
+from llmdistill.internals.transformers_names import attention_implementation, set_attention
 from llmdistill.models.families import family_of, layers_of
 from llmdistill.step.packed import packed_attention
 
@@ -44,7 +45,7 @@ class AttentionTap:
 
         Raises UserError if the attention implementation is not sdpa.
         """
-        implementation = model.config._attn_implementation
+        implementation = attention_implementation(model)
         if implementation not in ("sdpa", ATTENTION_NAME):
             raise UserError(
                 f"attention implementation {implementation!r} cannot be tapped: load the model with "
@@ -83,16 +84,16 @@ class MaskMode:
     def give(self) -> None:
         """Use the mask among the model's arguments, or none, from now on."""
         AttentionInterface.register(GIVEN_MASK, _tapping_attention)
-        self._own = self._own or self._model.config._attn_implementation
+        self._own = self._own or attention_implementation(self._model)
         # Written to the config: set_attn_implementation walks all modules, and this runs in every step.
-        self._model.config._attn_implementation = GIVEN_MASK
+        set_attention(self._model, GIVEN_MASK)
         self.is_given = True
 
     def restore(self) -> None:
         """Use the mask that transformers makes again."""
         self.is_given = False
         if self._own is not None:
-            self._model.config._attn_implementation = self._own
+            set_attention(self._model, self._own)
             self._own = None
 
 

@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils._triton import has_triton
 
 from llmdistill.errors import UserError
+from llmdistill.internals.torch_names import has_triton, mark_dynamic, tree_leaves
+from llmdistill.internals.transformers_names import checkpointing_function
 from llmdistill.models.families import layers_of
 from llmdistill.runtime.devices import has_compiler
 from llmdistill.step.packed import has_kernel
@@ -71,12 +71,12 @@ def _compile_layer(layer: nn.Module, recorder: Recorder, backend: str) -> Callab
         # Only sizes that change are marked: with `dynamic=True` for all of them, compilation takes four times as long.
         sizes = hidden_BTW.shape[:2]
         for dim in (0, 1):
-            torch._dynamo.maybe_mark_dynamic(hidden_BTW, dim)
+            mark_dynamic(hidden_BTW, dim)
         for tensor in tree_leaves((args, kwargs)):
             if torch.is_tensor(tensor):  # masks (B, 1, T, T), positions and rotary embeddings (B or 1, T, ...)
                 for dim, size in enumerate(tensor.shape):
                     if size in sizes:
-                        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+                        mark_dynamic(tensor, dim)
         return compiled(hidden_BTW, *args, **kwargs)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ def _compile_layer(layer: nn.Module, recorder: Recorder, backend: str) -> Callab
         if is_by_sequence or not (torch.is_grad_enabled() or recorder.is_recording):
             return original(*args, **kwargs)
         if checkpoints and layer.training and getattr(layer, "gradient_checkpointing", False):
-            checkpoint = cast("Callable[..., Any]", layer._gradient_checkpointing_func)
+            checkpoint = cast("Callable[..., Any]", checkpointing_function(layer))
             result, collected = checkpoint(partial(run_compiled, **kwargs), *args)
         else:
             result, collected = run_compiled(*args, **kwargs)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
+from llmdistill.internals.torch_names import is_view
 from llmdistill.progress import Activity
 
 
@@ -28,7 +29,7 @@ def graded(output: Tensor, receive: Callable[[Tensor], None] | None) -> Tensor:
     The gradient is that of what the module returned, also if the model changes the tensor in place afterwards. No
     weight needs to require a gradient: the graph begins here at the latest.
     """
-    if output.requires_grad and (receive is None or not output._is_view()):
+    if output.requires_grad and (receive is None or not is_view(output)):
         if receive is not None:
             output.register_hook(receive)
         return output

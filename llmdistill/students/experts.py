@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from llmdistill.internals.transformers_names import mark_initialized, set_experts
+
 EXPERTS_NAME = "llmdistill_low_rank"
 """Name under which the experts' function is registered in transformers."""
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
@@ -88,8 +90,8 @@ def install_stack(experts: nn.Module, name: str, factors: LowRankStack) -> None:
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, low_rank_experts)
     delattr(experts, name)
     setattr(experts, factors_name(name), factors)
-    cast(Any, experts).config._experts_implementation = EXPERTS_NAME
-    experts._is_hf_initialized = True  # type: ignore[assignment]  # transformers initializes stacks by their names
+    set_experts(experts, EXPERTS_NAME)
+    mark_initialized(experts)  # transformers initializes stacks by their names
 
 
 def merge_stack(model: PreTrainedModel, name: str, products: Tensor) -> None:

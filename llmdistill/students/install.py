@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,13 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
+from llmdistill.internals.transformers_names import (
+    mark_initialized,
+    set_tied_weights,
+    set_weight_conversions,
+    tied_weights,
+    weight_conversions,
+)
 from llmdistill.models.families import base_name
 from llmdistill.models.general import is_linear
 from llmdistill.students.experts import LowRankStack, install_stack, stacks_of
@@ -98,7 +105,7 @@ def save_apart(model: PreTrainedModel) -> None:
     conversions = _saved_by(model)
     apart = [each for each in conversions if not (isinstance(each, WeightConverter) and _renames(each, factors))]
     if len(apart) < len(conversions):
-        cast(Any, model)._weight_conversions = apart
+        set_weight_conversions(model, apart)
 
 
 def save_joined(model: PreTrainedModel, names: Collection[str]) -> None:
@@ -108,12 +115,12 @@ def save_joined(model: PreTrainedModel, names: Collection[str]) -> None:
     stock = [each for each in _stock_conversions(model) if isinstance(each, WeightConverter)]
     joins = [each for each in stock if each.source_patterns not in known and _renames(each, names)]
     if joins:
-        cast(Any, model)._weight_conversions = [*own, *joins]
+        set_weight_conversions(model, [*own, *joins])
 
 
 def _saved_by(model: PreTrainedModel) -> list[WeightTransform]:
     """The conversions that save_pretrained reverts."""
-    own: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    own: list[WeightTransform] | None = weight_conversions(model)
     return _stock_conversions(model) if own is None else own
 
 
@@ -135,7 +142,7 @@ def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -
         factorized = make(n, m, size, bias=bias is not None).to(weight.dtype)
     # An architecture initializes linears by their names, which our factors only share.
     for each in factorized.modules():
-        each._is_hf_initialized = True  # type: ignore[assignment]
+        mark_initialized(each)
     if bias is not None:
         owner = factorized.B if factorized.bias_name == "B.bias" else factorized
         owner.bias = bias
@@ -169,7 +176,7 @@ def _install_embedding(model: PreTrainedModel, size: int, kind: FactorizationKin
         factorized = kind.embedding(dense.num_embeddings, dense.embedding_dim, size, padding_idx=dense.padding_idx)
     factorized.to(dense.weight.dtype)
     model.set_submodule(name, factorized)
-    keys = dict(model._tied_weights_keys or {})
+    keys = tied_weights(model)
     for head in heads:
         tied = _like(kind.head, model.get_submodule(head), size)
         tied.A.weight, tied.B.weight = factorized.B.weight, factorized.A.weight
@@ -179,5 +186,4 @@ def _install_embedding(model: PreTrainedModel, size: int, kind: FactorizationKin
         keys[f"{head}.A.weight"] = f"{name}.B.weight"
         keys[f"{head}.B.weight"] = f"{name}.A.weight"
     # transformers declares ties per class; the ties of this instance are now different.
-    model._tied_weights_keys = keys
-    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    set_tied_weights(model, keys)

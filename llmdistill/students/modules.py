@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmdistill.errors import UserError
+from llmdistill.internals.transformers_names import mark_initialized
 from llmdistill.students.kronecker import KroneckerShape, check_shape, divisors, product_flops, second_factor
 
 
@@ -40,7 +41,7 @@ class FactorizedLinear(nn.Module):
         """The dense product; computed at each access, for code that needs a weight."""
         product = self.dense()
         # GPT-2's initialization in transformers uses `c_proj.weight` by name; this flag makes it skip the weight.
-        product._is_hf_initialized = True  # type: ignore[attr-defined]
+        mark_initialized(product)
         return product
 
     def extra_repr(self) -> str:

@@ -17,6 +17,7 @@ from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch, Positions
 from llmdistill.config.command_line import method_settings
 from llmdistill.config.methods import check_names, with_teacher
 from llmdistill.errors import UserError
+from llmdistill.internals.transformers_names import leave_out_of_files
 from llmdistill.messages import say
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import max_positions
@@ -135,7 +136,7 @@ class DistillationLoss:
         self._is_checked = False
         projectors = add_projectors(student, self.method.projections, seed).to(student.device)
         ignored = {f"{PROJECTORS}.{name}" for name in projectors.state_dict()}
-        student._keys_to_ignore_on_save = {*(student._keys_to_ignore_on_save or ()), *ignored}
+        leave_out_of_files(student, ignored)
         wired = partial(tapped, self.method, vocabulary=vocabulary)
         self._learner = wired("student", student, forward=self._run, projectors=projectors)
         self._wired = [self._learner]

@@ -18,6 +18,7 @@ LOWEST = {
     "errors",
     "files",
     "fingerprints",
+    "internals",
     "messages",
     "objective",
     "plugins",

@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs
+from llmdistill.internals.torch_names import version_of
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
@@ -136,7 +137,7 @@ class _CutCosts(HookSums):
             self._pair(name, self.calls.popleft(), x, is_input=True)
             return
         self.check(name, x)
-        self._call = [(x, x._version)] if self.phase == "kept" else []
+        self._call = [(x, version_of(x))] if self.phase == "kept" else []
         if self.phase == "dropped":
             self.calls.append(self._call)
 
@@ -146,10 +147,10 @@ class _CutCosts(HookSums):
     def _pair(self, name: str, call: list[tuple[Tensor, int]], tensor: Tensor, *, is_input: bool = False) -> None:
         """Add up a call once it has both inputs and gradients; in a layer that runs again either may come first."""
         if not call:
-            call.append((tensor, tensor._version))
+            call.append((tensor, version_of(tensor)))
             return
         other, version = call.pop()
-        if not self.is_known and other._version != version:  # the model changed the inputs in place after the linear
+        if not self.is_known and version_of(other) != version:  # the model changed the inputs in place after the linear
             raise OddReadError(name)
         self._add(name, *((tensor, other) if is_input else (other, tensor)))
 

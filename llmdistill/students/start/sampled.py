@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs
 from llmdistill.errors import UserError
+from llmdistill.internals.torch_names import version_of
 from llmdistill.models.families import has_family, layers_of
 from llmdistill.runtime.devices import give_back_memory
 from llmdistill.step.forward import TappedModel
@@ -106,7 +107,7 @@ def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequenc
 
 def identity(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that every view that ZeRO-3's hooks make of a tensor shares, as long as the tensor is alive."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), version_of(tensor)
 
 
 def run_sampled(

@@ -18,10 +18,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.files import sync, write_json
+from llmdistill.internals.torch_names import tree_iter
 from llmdistill.runtime.devices import to_host_later
 from llmdistill.runtime.distributed import World, all_reduce_sum, gather_objects, on_every, on_main
 from llmdistill.runtime.terminal import warn_main
-from llmdistill.runtime.torch_internals import tree_iter
 from llmdistill.runtime.training_state import fragments
 from llmdistill.training.callbacks.base import StepTerms, TrainState
 

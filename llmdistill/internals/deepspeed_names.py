@@ -1,0 +1,86 @@
+"""What the training state needs of DeepSpeed's engine that is not public.
+
+DeepSpeed's universal checkpoint reads and writes folders of its own format, of pickles, so it is no way to the tensors.
+Its `safe_get_local_*` functions are used where they reach: at ZeRO-3, once the optimizer has its state. Tried with
+DeepSpeed 0.19.8; `tests/unit/test_internals.py` says which name is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Partition(NamedTuple):
+    """Where a part of a parameter lies in the flat tensor of a rank, at ZeRO-1 and 2."""
+
+    group: int
+    """Number of the parameter group."""
+    start: int
+    """Index of its first element in the flattened parameter."""
+    place: int
+    """Index of its first element in the flat tensor."""
+    numel: int
+
+
+class Shard(NamedTuple):
+    """The part of a parameter that this rank has at ZeRO-3, without the padding."""
+
+    start: int
+    numel: int
+
+
+def optimizer_of(engine: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that ZeRO wraps."""
+    return cast(torch.optim.Optimizer, getattr(engine.optimizer, "optimizer", engine.optimizer))
+
+
+def stepped_tensors(engine: Any) -> list[list[Tensor]]:
+    """Return the tensors that the optimizer steps, for each of its parameter groups."""
+    groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer_of(engine).param_groups]
+    if engine.zero_optimization_stage() == 3:  # a group has its tensors only during the step
+        for number, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
+            groups[engine.optimizer.sub_group_to_group_id[number]].append(flat)
+    return groups
+
+
+def partition(parameter: Any) -> Partition | None:
+    """Return this rank's part of a parameter at ZeRO-1 and 2; None if it lies with other ranks.
+
+    DeepSpeed's own links to the optimizer's state are not used: it makes them after the step of the first group, when
+    the other groups have no state yet.
+    """
+    part = parameter._hp_mapping
+    if part is None:
+        return None
+    place = part.hp_fragment_address
+    return Partition(part.param_group_index, part.lp_fragment_address.start, place.start, place.numel)
+
+
+def shard(parameter: Any) -> Shard:
+    """Return this rank's part of a parameter at ZeRO-3: it is split over all ranks, and padded to equal shards."""
+    size = parameter.ds_tensor.numel()
+    start = size * dist.get_rank(parameter.ds_process_group)
+    return Shard(start, min(size, parameter.ds_numel - start))
+
+
+def before_writing(engine: Any) -> None:
+    """Prepare the optimizer for new weights."""
+    if engine.zero_optimization_stage() == 3:
+        engine.optimizer.checkpoint_event_prologue()
+
+
+def after_writing(engine: Any) -> None:
+    """Let the model compute with the new weights of the optimizer."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        for model, exact in zip(
+            optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+        ):
+            model.data.copy_(exact.data)
+        optimizer.checkpoint_event_epilogue()
+    elif stage > 0:
+        optimizer.update_lp_params()

@@ -1,0 +1,138 @@
+"""The names of torch, transformers and DeepSpeed that are not public, and that `internals/*_names.py` rely on."""
+
+import importlib
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from llmdistill.internals import torch_names, transformers_names
+
+TRIED = {
+    "torch": "internals/torch_names.py was tried with torch 2.10 and 2.13",
+    "transformers": "internals/transformers_names.py was tried with transformers 5.23",
+    "deepspeed": "internals/deepspeed_names.py was tried with DeepSpeed 0.19.8",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.utils._python_dispatch", "TorchDispatchMode"),
+        ("torch.utils._pytree", "tree_iter"),
+        ("torch.utils._pytree", "tree_leaves"),
+        ("torch.utils._triton", "has_triton"),
+        ("torch._dynamo", "maybe_mark_dynamic"),
+    ],
+)
+def test_torch_s_modules_have_the_names(module, name):
+    assert hasattr(importlib.import_module(module), name), f"{module} has no {name} any more; {TRIED['torch']}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"),
+        "_local_scalar_dense",
+    ],
+)
+def test_torch_has_the_operations(name):
+    assert hasattr(torch.ops.aten, name), f"torch.ops.aten has no {name} any more; {TRIED['torch']}"
+    function = getattr(torch.ops.aten, name).default
+    assert hasattr(function, "_overloadpacket"), f"an operation has no _overloadpacket any more; {TRIED['torch']}"
+    assert function._overloadpacket is getattr(torch.ops.aten, name)
+
+
+def test_tensors_tell_views_and_changes():
+    tensor = torch.zeros(2, 2)
+    before = torch_names.version_of(tensor)
+    assert (torch_names.is_view(tensor), torch_names.is_view(tensor[0])) == (False, True), TRIED["torch"]
+    tensor.add_(1)
+    assert torch_names.version_of(tensor) > before, TRIED["torch"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, **sizes))
+
+
+def test_transformers_reads_what_is_set(model, tmp_path):
+    said, internals = TRIED["transformers"], transformers_names
+    assert internals.attention_implementation(model) == "sdpa", said
+    internals.set_attention(model, "eager")
+    assert internals.attention_implementation(model) == "eager", said
+    internals.set_attention(model, "sdpa")
+    internals.set_experts(model, "grouped_mm")
+    assert model.config._experts_implementation == "grouped_mm", said
+
+    ties = internals.tied_weights(model)
+    assert ties == {"lm_head.weight": "model.embed_tokens.weight"}, said
+    for given in ({}, ties):
+        internals.set_tied_weights(model, given)
+        assert model.all_tied_weights_keys == given, said
+
+    linear = nn.Linear(2, 2)
+    assert not internals.is_initialized(linear)
+    for each in (linear, linear.weight, linear.bias):
+        internals.mark_initialized(each)
+    before = linear.weight.clone()
+    model.add_module("extra", linear)
+    model.initialize_weights()
+    assert torch.equal(linear.weight, before), f"a marked module is initialized; {said}"
+    internals.mark_initialized(linear, False)
+    assert not internals.is_initialized(linear)
+
+    internals.leave_out_of_files(model, ["extra.weight", "extra.bias"])
+    model.save_pretrained(tmp_path)
+    loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not found["unexpected_keys"], f"tensors to leave out are saved; {said}"
+
+    assert internals.weight_conversions(SimpleNamespace()) is None
+    internals.set_weight_conversions(loaded, ("a",))
+    assert internals.weight_conversions(loaded) == ["a"]
+    assert "_weight_conversions" in inspect.getsource(importlib.import_module("transformers.core_model_loading")), said
+
+    layer = model.model.layers[0]
+    assert isinstance(layer, GradientCheckpointingLayer)
+    model.gradient_checkpointing_enable()
+    assert callable(internals.checkpointing_function(layer)), said
+
+    assert internals.model_class(AutoModelForCausalLM, model.config) is type(model), said
+    assert internals.is_from_config(GenerationConfig.from_model_config(model.config)), said
+    assert not internals.is_from_config(GenerationConfig()), said
+
+
+def test_deepspeed_links_parameters_to_the_state_of_the_optimizer():
+    from deepspeed.utils import mixed_precision_linkage, tensor_fragment
+
+    links = inspect.getsource(mixed_precision_linkage)
+    assert "._hp_mapping = " in links, f"DeepSpeed sets no _hp_mapping any more; {TRIED['deepspeed']}"
+    fields = tensor_fragment.__dataclass_fields__
+    missing = {"lp_fragment_address", "hp_fragment_address", "param_group_index"} - fields.keys()
+    assert not missing, f"DeepSpeed's tensor_fragment has no {missing} any more; {TRIED['deepspeed']}"
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (
+            "deepspeed.runtime.zero.stage3",
+            (
+                *("fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", "sub_group_to_group_id"),
+                *("def checkpoint_event_prologue", "def checkpoint_event_epilogue"),
+            ),
+        ),
+        ("deepspeed.runtime.zero.stage_1_and_2", ("def update_lp_params",)),
+        ("deepspeed.runtime.zero.partition_parameters", ("ds_tensor", "ds_numel", "ds_process_group")),
+    ],
+)
+def test_deepspeed_s_optimizers_have_the_names(module, names):
+    source = inspect.getsource(importlib.import_module(module))
+    missing = [name for name in names if name not in source]
+    assert not missing, f"{module} has no {missing} any more; {TRIED['deepspeed']}"
