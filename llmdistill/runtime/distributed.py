@@ -261,7 +261,7 @@ def on_every(job: Callable[[], Value]) -> Value:
     return cast(Value, value)
 
 
-def is_there(path: Path) -> bool:
+def exists_on_main(path: Path) -> bool:
     """Whether a file or folder exists, as rank 0 sees it; the other ranks wait until they see it too.
 
     No rank decides by its own view, because a shared file system can show a new file later on another node. Every rank
@@ -282,6 +282,11 @@ def is_there(path: Path) -> bool:
 
     on_every(wait)
     return exists
+
+
+def wait_until_visible(path: Path) -> None:
+    """Wait until this rank sees a file that rank 0 has written; see `exists_on_main`."""
+    exists_on_main(path)
 
 
 def largest_number(number: int) -> int:

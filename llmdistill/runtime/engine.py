@@ -23,7 +23,7 @@ from llmdistill.models.sentences import DENSE, dense_of, read_sentence_settings,
 from llmdistill.objective import Pooling
 from llmdistill.progress import Activity
 from llmdistill.runtime.devices import chosen_dtype, default_device
-from llmdistill.runtime.distributed import World, is_there, on_main
+from llmdistill.runtime.distributed import World, on_main, wait_until_visible
 from llmdistill.runtime.ds_config import NO_TIMERS, resolve_ds_config
 
 
@@ -244,4 +244,4 @@ def save_student(
                 record_prompt(partial, prompt)
 
     on_main(write)
-    is_there(output / "config.json")
+    wait_until_visible(output / "config.json")

@@ -195,6 +195,7 @@ class TappedModel:
                 0.0 * torch.stack([tensor.sum().float() for tensor in result.values() if torch.is_tensor(tensor)]).sum()
             )
         assert total is not None, "the student has no language-model head"
+        assert total.dim() == 0, "the output is not the total of the head's terms"  # else logits would be the loss
 
         # Total.
         projected = None if self._pooler is None else self._pooler.projected

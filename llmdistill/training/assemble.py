@@ -23,7 +23,7 @@ from llmdistill.models.forms import adapt
 from llmdistill.models.load import load_model
 from llmdistill.models.sentences import has_dense
 from llmdistill.models.sharded_load import load_sharded
-from llmdistill.runtime.distributed import World, is_there, on_every, on_main
+from llmdistill.runtime.distributed import World, exists_on_main, on_every, on_main, wait_until_visible
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.engine import add_projectors, build_engine, save_student
 from llmdistill.runtime.environment import kernels
@@ -55,7 +55,7 @@ def prepare_student(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskDa
         return locate(plan.config.student.model)
     folder = plan.folder / "untrained"
     made = folder / "config.json"
-    if not is_there(made):
+    if not exists_on_main(made):
         settings, of_models, device = plan.config.student, plan.models, world.device
         # A decoder on no task has the head of the teacher's folder in the run too.
         is_whole = of_models.causal and plan.task.head is None
@@ -74,7 +74,7 @@ def prepare_student(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskDa
             compress(path, folder, settings.factorize, settings.method, device=device, head=head, weighted=weighted)
 
         on_main(make)
-        is_there(made)
+        wait_until_visible(made)
     return folder
 
 

@@ -21,7 +21,7 @@ from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.report.table import finish_report, kept_student, run_record, with_loss
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import free_memory
-from llmdistill.runtime.distributed import World, is_there, on_main
+from llmdistill.runtime.distributed import World, exists_on_main, on_main
 from llmdistill.runtime.engine import learning_rate, monitor_of
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.students.counting import build_reference, count_parameters
@@ -132,7 +132,7 @@ def execute(plan: Plan, data: TaskData) -> None:
     score("untrained", untrained)
 
     if plan.trains:
-        if not is_there(trained / "config.json"):
+        if not exists_on_main(trained / "config.json"):
             with _training(plan, untrained, trained, teacher, data) as (trainer, start, callbacks):
                 trainer.run(start, callbacks)
             del trainer, callbacks

@@ -526,7 +526,7 @@ def check_settings(config: RunConfig) -> None:
     for (first, second), sentence in CLASHES.items():
         of_first, of_second = CHOICES[first].of_config, CHOICES[second].of_config
         if of_first is not None and of_second is not None and of_first(config) and of_second(config):
-            raise UserError(_said(sentence, config))
+            raise UserError(_format_sentence(sentence, config))
 
 
 def check_choices(plan: Plan) -> None:
@@ -543,11 +543,11 @@ def clash(plan: Plan, choice: str, others: Collection[str] = CHOICES.keys()) -> 
     for (first, second), sentence in CLASHES.items():
         if first == choice and second in others and CHOICES[second].made_by(plan):
             details = {"first": CHOICES[first].detail(plan), "second": CHOICES[second].detail(plan)}
-            return _said(sentence, plan.config, plan=plan, **details)
+            return _format_sentence(sentence, plan.config, plan=plan, **details)
     return None
 
 
-def _said(sentence: str, config: RunConfig, **more: Any) -> str:
+def _format_sentence(sentence: str, config: RunConfig, **more: Any) -> str:
     return sentence.format(
         **vars(config),
         config=config,

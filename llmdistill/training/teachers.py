@@ -10,7 +10,7 @@ from pathlib import Path
 from llmdistill.models.adapters import is_adapter
 from llmdistill.models.families import max_positions
 from llmdistill.models.load import Head, merge_adapter
-from llmdistill.runtime.distributed import World, is_there, on_main
+from llmdistill.runtime.distributed import World, exists_on_main, on_main, wait_until_visible
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.tapped import tapped
@@ -54,9 +54,9 @@ def make_teacher(plan: Plan, *, head: Head | None = None, name: str = "") -> Liv
     if settings.is_sharded and is_adapter(path):
         # A rank has only a shard of the base model, so rank 0 merges an adapter first.
         merged = plan.folder / (f"teacher-{name}" if name else "teacher")
-        if not is_there(merged / "config.json"):
+        if not exists_on_main(merged / "config.json"):
             on_main(lambda: merge_adapter(path, merged))
-            is_there(merged / "config.json")
+            wait_until_visible(merged / "config.json")
         path = merged
     return load_teacher(str(path), dtype=teacher.dtype, sharding=settings.sharding, zero=settings.zero, head=head)
 

@@ -9,7 +9,7 @@ from hostile import refuses
 
 from llmdistill.errors import RankError, UserError
 from llmdistill.runtime import distributed
-from llmdistill.runtime.distributed import World, is_there, on_main
+from llmdistill.runtime.distributed import World, exists_on_main, on_main
 from llmdistill.runtime.main_first import made_once, main_first
 
 from support import ThreadRanks
@@ -99,6 +99,6 @@ def test_a_rank_waits_for_the_file_that_rank_0_sees(monkeypatch, tmp_path):
     timer = threading.Timer(0.3, late.mkdir)
     timer.start()
     with World(1, 2, torch.device("cpu")).entered():
-        assert is_there(late)
+        assert exists_on_main(late)
         monkeypatch.setattr(distributed, "_FILE_PATIENCE", 0.2)
-        refuses("never: rank 0 has written it, but rank 1 on ", is_there, tmp_path / "never")
+        refuses("never: rank 0 has written it, but rank 1 on ", exists_on_main, tmp_path / "never")
