@@ -150,8 +150,7 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
         else []
     )
     if kind == _CALL:
-        value = from_json(content, "content", where) if isinstance(content, str) else content
-        calls = [_parse_call(call, "content", where) for call in (value if is_list(value) else [value])]
+        calls = _parse_calls(content, "content", where)
         content = ""
     elif content is None and calls:
         content = ""
@@ -206,13 +205,14 @@ def _parse_content(content: object, where: str) -> tuple[str, str, list[dict[str
         if kind is None or not isinstance(text, str):
             raise UserError(f"{where} has the part {shown(part)}, and only texts are read; leave the row out")
         texts[kind].append(text)
-    values_of_calls = [from_json(text, "tool_call", where) for text in texts["call"]]
-    calls = [
-        _parse_call(call, "tool_call", where)
-        for value in values_of_calls
-        for call in (value if is_list(value) else [value])
-    ]
+    calls = [call for text in texts["call"] for call in _parse_calls(text, "tool_call", where)]
     return "".join(texts["text"]), "".join(texts["reasoning"]), calls
+
+
+def _parse_calls(value: object, key: str, where: str) -> list[dict[str, Any]]:
+    """Return the calls of one call or a list of them, as objects or as a text of JSON."""
+    calls = from_json(value, key, where) if isinstance(value, str) else value
+    return [_parse_call(call, key, where) for call in (calls if is_list(calls) else [calls])]
 
 
 def _parse_call(call: object, key: str, where: str) -> dict[str, Any]:

@@ -89,9 +89,10 @@ def check_values(config: PreTrainedConfig, folder: Path | None = None) -> None:
     kinds = getattr(config, "layer_types", None)
     windows = layer_values(config, "sliding_window")
     for window in windows:
-        # Qwen2-MoE writes 0 where no layer slides; of layers with windows of their own some have none.
+        if window is None and len(windows) > 1:
+            continue  # of layers with windows of their own some have none
+        # Qwen2-MoE writes 0 where no layer slides.
         slides = "sliding_attention" in kinds if isinstance(kinds, list | tuple) else _is_number(window)
-        slides = slides and (len(windows) == 1 or window is not None)
         if slides and not (type(window) is int and 1 <= window < 2**31):
             raise _value_error(file, "sliding_window", window, "no number of tokens")
     scalar = getattr(config, "query_pre_attn_scalar", None)  # its root divides the queries

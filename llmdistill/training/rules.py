@@ -518,7 +518,7 @@ def as_text(width: int = 80) -> str:
     for choice, others in excluded_choices().items():
         paragraph = f"not with {'; '.join(others)}".replace("`", "")
         lines += ["", choice.replace("`", ""), *wrap(paragraph, width, initial_indent="  ", subsequent_indent="    ")]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def check_settings(config: RunConfig) -> None:
