@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.memory import rows_in_memory
 from llmdistill.data.readers import READERS, content_sha256, text_lines
-from llmdistill.data.sources import Data, open_rows, text_files
+from llmdistill.data.references import text_files
+from llmdistill.data.sources import Data, open_rows
 from llmdistill.data.store import pieces, reading, store, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.models.unembedded import check_rows
@@ -200,10 +201,15 @@ def _read_segments(reference: str | Path, files: list[Path] | None, field: str, 
         yield from _read_rows(0, reference, field, keep_ends)
         return
     for number, file in enumerate(files):
-        if _kind_of(file) == "text":
-            yield from _read_lines(number, file, keep_ends)
-        else:
+        if _kind_of(file) != "text":
             yield from _read_rows(number, file, field, keep_ends)
+            continue
+        document = 0
+        for line in text_lines(file):
+            if line.strip():
+                yield (number, document), line if keep_ends else line.strip()
+            else:
+                document += 1
 
 
 def draw_documents(segments: Segments, fraction: float, seed: int) -> Segments:
@@ -223,15 +229,6 @@ def draw_documents(segments: Segments, fraction: float, seed: int) -> Segments:
             drawn = int(rng.integers(number, end))
         if number == drawn:
             yield from document
-
-
-def _read_lines(file_number: int, file: Path, keep_ends: bool) -> Segments:
-    document = 0
-    for line in text_lines(file):
-        if line.strip():
-            yield (file_number, document), line if keep_ends else line.strip()
-        else:
-            document += 1
 
 
 def _read_rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) -> Segments:

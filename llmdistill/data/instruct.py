@@ -1,27 +1,20 @@
-"""Tokenizes instructions: renders prompts, limits lengths and appends the end token; a whole set is kept on disk."""
+"""Tokenizes instructions: renders prompts, limits lengths and appends the end token."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, ResponseConfig
 from llmdistill.data.chats import AnsweredChat, Turns, place_of, render_answered
 from llmdistill.data.collate import Encoded, sample_id
-from llmdistill.data.examples import Example, Turn, all_empty, no_answer, parse_rows
+from llmdistill.data.examples import Example
 from llmdistill.data.prompts import (
     MINILLM,
-    PROMPT_WITH_INPUT,
-    PROMPT_WITHOUT_INPUT,
     as_chat,
     check_chat_keys,
     is_chat,
@@ -29,30 +22,12 @@ from llmdistill.data.prompts import (
     render_prompt,
     resolve_prompt,
 )
-from llmdistill.data.readers import READERS, content_sha256
-from llmdistill.data.sources import local_files, no_example, open_rows, read_examples
-from llmdistill.data.store import (
-    TOKEN_IDS,
-    Layout,
-    MappedItems,
-    SplitWriter,
-    StoredSplits,
-    in_pieces,
-    store,
-    tokenizer_fingerprint,
-)
 from llmdistill.errors import UserError
 from llmdistill.models.chat_templates import end_of_turn, shared_length
 from llmdistill.models.unembedded import check_rows
 
-_FORMAT = 7
-"""Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
-
 NO_LIMIT = 2**31
 """A limit of tokens that no text has."""
-
-_SAMPLE_CHAT = Example("", "", ("yes",), "", messages=(Turn("user", "a"),))
-"""A chat whose rendering shows what a template adds to messages, such as today's date."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,113 +325,3 @@ def parts_before(item: Encoded) -> dict[int, list[int]]:
         parts = (ids[:begin],) if end_before == 0 else (ids[:end_before], ids[end_before:begin])
         before[sample_id(*parts)] = ids[end_before:begin]
     return before
-
-
-EXAMPLES = Layout(
-    make=lambda ids, borders, teacher, asked_ids: Encoded.of(
-        ids.tolist(), borders.tolist(), teacher, None if asked_ids is None else asked_ids.tolist()
-    ),
-    columns={"ids": TOKEN_IDS, "borders": pa.list_(pa.int32()), "teacher": pa.string(), "asked_ids": TOKEN_IDS},
-)
-"""How encoded examples are kept on disk."""
-
-
-class StoredExamples(NamedTuple):
-    items: MappedItems[Encoded]
-    counts: EncodedCounts
-    left_out: Mapping[str, int]
-    """What was left out of the rows; see `parse_rows`."""
-
-
-def store_examples(
-    reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits, *, cache_dir: str | Path | None = None
-) -> Path:
-    """Tokenize an instruction set into a folder; reuse that of the same rows, tokenizer and limits.
-
-    The examples are those that `encode` makes of `read_examples`, in their order. The rows are identified by their
-    content, also those of the hub.
-
-    Returns:
-        The folder, for `open_examples`: one in the folder ``instructions`` of `cache_dir`, see `store`.
-
-    Raises:
-        UserError: as in `read_examples` and `encode`, or the cache has no room.
-    """
-    request = {
-        "format": _FORMAT,
-        "rows": _identify_rows(reference),
-        "tokenizer": [tokenizer_fingerprint(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id],
-        "prompts": [PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, _describe_template(tokenizer)],
-        **asdict(limits),
-    }
-
-    def write(folder: Path) -> dict[str, Any]:
-        writer = SplitWriter(folder, tokenizer)
-        counts, left_out = EncodedCounts(), Counter[str]()
-
-        def pieces() -> Iterator[list[Encoded]]:
-            nonlocal counts
-            for data in _encode_pieces(reference, tokenizer, limits, left_out):
-                counts = counts.plus(data.counts)
-                yield data.items
-
-        writer.add("train", pieces(), EXAMPLES)
-        return {"counts": counts, "left_out": left_out, "splits": writer.splits}
-
-    return store(cache_dir, "instructions", request, write, reference=str(reference))
-
-
-def open_examples(folder: Path) -> StoredExamples:
-    """Map an instruction set into memory. Raises UserError if it is damaged."""
-    stored = StoredSplits(folder)
-    counts = EncodedCounts(*stored.meta["counts"])
-    return StoredExamples(stored.items("train", EXAMPLES), counts, stored.meta["left_out"])
-
-
-def _identify_rows(reference: str | Path) -> list[Any]:
-    """Return what identifies the rows of a set: how they are read, and their content."""
-    files = local_files(str(reference))
-    if files is not None:
-        kinds = [file.suffix.lower() for file in files]
-        return [
-            [kind if kind in READERS else ".jsonl", content_sha256(file)]
-            for kind, file in zip(kinds, files, strict=True)
-        ]
-    hashed = hashlib.sha256()
-    for row, _ in open_rows(reference):
-        hashed.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-    return ["rows", hashed.hexdigest()]
-
-
-def _describe_template(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
-    """Return a tokenizer's chat template, and what it writes today."""
-    if not tokenizer.chat_template:
-        return [None, None]
-    template = json.dumps(tokenizer.chat_template)
-    try:
-        return [template, render_prompt(_SAMPLE_CHAT, tokenizer)]
-    except UserError:  # the template wants other messages
-        return [template, None]
-
-
-def _encode_pieces(
-    reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits, left_out: Counter[str]
-) -> Iterator[InstructData]:
-    """Tokenize the examples of a set piece by piece, so that it may be larger than memory."""
-    read, encoded, has_answers = 0, 0, False
-    for examples in in_pieces(parse_rows(open_rows(reference), left_out), size=Example.num_characters):
-        try:
-            data = encode(examples, tokenizer, limits, may_be_empty=True)
-        except UserError:
-            # The message counts the long prompts of the whole set, and malformed rows come first in it.
-            encode(read_examples(reference), tokenizer, limits)
-            raise
-        yield data
-        read, encoded = read + len(examples), encoded + len(data.items)
-        has_answers = has_answers or not all_empty(examples)
-    if read == 0:
-        raise no_example(reference, left_out)
-    if encoded == 0:
-        raise none_left(read, limits)
-    if not has_answers:
-        raise no_answer(reference, read)

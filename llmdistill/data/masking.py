@@ -89,14 +89,24 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     Raises:
         UserError: the vocabulary is of another kind.
     """
-    marks = _find_word_marks(tokenizer)
-    if marks is None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = {} if backend is None else json.loads(backend.to_str())
+    prefixes, begins = tuple[str, ...](), True
+    if backend is None:
+        prefixes = ("▁",) if hasattr(tokenizer, "sp_model") else ()
+    elif parts["model"]["type"] == "WordPiece":
+        prefixes, begins = (parts["model"]["continuing_subword_prefix"],), False
+    elif '"ByteLevel"' in json.dumps(parts["pre_tokenizer"]):
+        prefixes = _BYTE_BLANKS
+    # Metaspace has the character as its replacement; older files have it in a normalizer.
+    elif "▁" in json.dumps([parts["pre_tokenizer"], parts["normalizer"]], ensure_ascii=False):
+        prefixes = ("▁",)
+    if not prefixes:
         raise UserError(
             f"data.text.whole_words: the vocabulary of this {type(tokenizer).__name__} does not mark where words begin "
             "(WordPiece, byte-level BPE and sentencepiece do); leave whole_words out"
         )
-    prefixes, begin = marks
-    return vocabulary_mask(tokenizer, lambda token: token.startswith(prefixes) == begin) | special_mask(tokenizer)
+    return vocabulary_mask(tokenizer, lambda token: token.startswith(prefixes) == begins) | special_mask(tokenizer)
 
 
 def special_mask(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
@@ -112,19 +122,3 @@ def vocabulary_mask(tokenizer: PreTrainedTokenizerBase, condition: Callable[[str
     mask = np.zeros(max(vocabulary.values()) + 1, dtype=bool)
     mask[[number for token, number in vocabulary.items() if condition(token)]] = True
     return mask
-
-
-def _find_word_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, ...], bool] | None:
-    """Return the prefixes that mark tokens, and whether such tokens begin a word or continue one; None without any."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return (("▁",), True) if hasattr(tokenizer, "sp_model") else None
-    parts = json.loads(backend.to_str())
-    if parts["model"]["type"] == "WordPiece":
-        return (parts["model"]["continuing_subword_prefix"],), False
-    if '"ByteLevel"' in json.dumps(parts["pre_tokenizer"]):
-        return _BYTE_BLANKS, True
-    # Metaspace has the character as its replacement; older files have it in a normalizer.
-    if "▁" in json.dumps([parts["pre_tokenizer"], parts["normalizer"]], ensure_ascii=False):
-        return ("▁",), True
-    return None

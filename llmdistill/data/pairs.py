@@ -9,7 +9,6 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
@@ -48,13 +47,10 @@ class EncodedPair:
         return len(self.input_ids)
 
 
-def _make_pair(input_ids: Any, token_type_ids: Any, target: int | float | None, index: int) -> EncodedPair:
-    types = None if token_type_ids is None else token_type_ids.tolist()
-    return EncodedPair(input_ids.tolist(), types, target, index)
-
-
 PAIRS = Layout(
-    make=_make_pair,
+    make=lambda input_ids, token_type_ids, target, index: EncodedPair(
+        input_ids.tolist(), None if token_type_ids is None else token_type_ids.tolist(), target, index
+    ),
     columns={"input_ids": TOKEN_IDS, "token_type_ids": pa.list_(pa.uint8()), "target": None, "index": pa.int64()},
 )
 """How encoded pairs are kept on disk."""
@@ -98,17 +94,17 @@ def collate_pairs(items: Sequence[Any], pad_token_id: int) -> Batch:
     rows = [item.input_ids for item in items]
     input_ids = padded(rows, pad_token_id)
     has_types = items[0].token_type_ids is not None
+    targets = [item.target for item in items]
+    unknown: float
+    if any(isinstance(target, float) for target in targets):
+        unknown, dtype = float("nan"), torch.float32
+    else:
+        unknown, dtype = IGNORE_INDEX, torch.long
     return Batch(
         input_ids,
         padding_mask(rows),
         labels=torch.full_like(input_ids, IGNORE_INDEX),
         token_type_ids=padded([item.token_type_ids for item in items], 0) if has_types else None,
-        targets=_stack_targets([item.target for item in items]),
+        targets=torch.tensor([unknown if target is None else target for target in targets], dtype=dtype),
         sample_ids=tuple((item.sample_id,) for item in items),
     )
-
-
-def _stack_targets(targets: Sequence[Any]) -> Tensor:
-    if any(isinstance(target, float) for target in targets):
-        return torch.tensor([float("nan") if target is None else target for target in targets], dtype=torch.float32)
-    return torch.tensor([IGNORE_INDEX if target is None else target for target in targets], dtype=torch.long)

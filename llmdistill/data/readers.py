@@ -261,6 +261,7 @@ def _read_parquet(path: Path) -> Rows:
 
 def _read_row_groups(path: Path) -> Rows:
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
@@ -282,33 +283,24 @@ def _read_row_groups(path: Path) -> Rows:
             size = max(1, min(_PIECE_ROWS, int(_PIECE_BYTES / max(1, mean))))
             for batch in file.iter_batches(batch_size=size, row_groups=[group]):
                 # Many rows may share one large value of a dictionary, so a batch is cut once more by its unpacked size.
-                unpacked = _unpacked_bytes(batch)
+                unpacked = batch.nbytes + sum(
+                    pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
+                    for column in batch.columns
+                    if pa.types.is_dictionary(column.type)
+                )
                 step = max(1, min(len(batch), int(len(batch) * _PIECE_BYTES / max(1, unpacked))))
                 for start in range(0, len(batch), step):
                     for row in batch.slice(start, step).to_pylist():
                         number += 1
                         source = f"{path}: row {number}"
-                        if unpacked > MOST_BYTES and _row_bytes(row) > MOST_BYTES:
-                            raise too_large(source, "a row")
+                        if unpacked > MOST_BYTES:
+                            cells = (
+                                cell if isinstance(cell, str) else json.dumps(cell, default=str)
+                                for cell in row.values()
+                            )
+                            if sum(map(len, cells)) > MOST_BYTES:
+                                raise too_large(source, "a row")
                         yield without_nulls(row), source
-
-
-def _unpacked_bytes(batch: Any) -> int:
-    """Return about how many bytes a batch has when each row has its own copy of its values."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    total = batch.nbytes
-    for column in batch.columns:
-        if pa.types.is_dictionary(column.type):
-            lengths = pc.binary_length(column.dictionary)
-            total += pc.sum(pc.take(lengths, column.indices)).as_py() or 0
-    return int(total)
-
-
-def _row_bytes(row: Mapping[str, Any]) -> int:
-    texts = (value if isinstance(value, str) else json.dumps(value, default=str) for value in row.values())
-    return sum(map(len, texts))
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:

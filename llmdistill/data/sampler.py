@@ -318,12 +318,9 @@ def scoring_batches(
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     share = [(part, collate([items[index] for index in part])) for part in parts[rank::world_size]]
     if len(share) < -(-len(parts) // world_size):
-        share.append(([], _without_labels(collate([items[index] for index in parts[0]]))))
+        filler = collate([items[index] for index in parts[0]])
+        labels, targets = torch.full_like(filler.labels, IGNORE_INDEX), filler.targets
+        if targets is not None:
+            targets = torch.full_like(targets, float("nan") if targets.is_floating_point() else IGNORE_INDEX)
+        share.append(([], replace(filler, labels=labels, targets=targets)))
     return share
-
-
-def _without_labels(batch: Batch) -> Batch:
-    labels, targets = torch.full_like(batch.labels, IGNORE_INDEX), batch.targets
-    if targets is not None:
-        targets = torch.full_like(targets, float("nan") if targets.is_floating_point() else IGNORE_INDEX)
-    return replace(batch, labels=labels, targets=targets)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.data.readers import text_lines
-from llmdistill.data.sources import is_weighted, open_rows, parts_of
+from llmdistill.data.references import is_weighted, parts_of
+from llmdistill.data.sources import open_rows
 from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
 
@@ -44,24 +45,23 @@ def read_sentences(reference: str | Path) -> list[str]:
     """
     if is_weighted(reference):
         raise UserError(f"{reference}: each sentence is taken once, whatever the weights are; leave them out")
-    sentences = dict.fromkeys(text for part in parts_of(reference) for text in _iterate_sentences(part.reference))
+    sentences: dict[str, None] = {}  # a dict and not a set, because it keeps their order
+    for part in parts_of(reference):
+        path = locate_data(part.reference)
+        if path.suffix.lower() == ".txt":
+            sentences |= dict.fromkeys(line.strip() for line in text_lines(path) if line.strip())
+        elif _is_plain(path):
+            for pair in _read_plain_pairs(path):
+                sentences |= {pair.sentence1: None, pair.sentence2: None}
+        else:
+            for row, place in open_rows(part.reference):
+                texts = [row[key] for key in FIELDS if isinstance(row.get(key), str) and row[key].strip()]
+                if not texts:
+                    raise UserError(f"{place}: no sentence under any of {', '.join(FIELDS)}; name its column so")
+                sentences |= dict.fromkeys(texts)
     if not sentences:
         raise UserError(f"{reference}: holds no sentence; give a text with a sentence on each line")
     return list(sentences)
-
-
-def _iterate_sentences(reference: str) -> Iterator[str]:
-    path = locate_data(reference)
-    if path.suffix.lower() == ".txt":
-        yield from (line.strip() for line in text_lines(path) if line.strip())
-    elif _is_plain(path):
-        yield from (text for pair in _read_plain_pairs(path) for text in (pair.sentence1, pair.sentence2))
-    else:
-        for row, place in open_rows(reference):
-            sentences = [row[key] for key in FIELDS if isinstance(row.get(key), str) and row[key].strip()]
-            if not sentences:
-                raise UserError(f"{place}: no sentence under any of {', '.join(FIELDS)}; name its column so")
-            yield from sentences
 
 
 def read_triples(reference: str | Path) -> list[str]:

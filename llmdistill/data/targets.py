@@ -54,11 +54,10 @@ class EncodedTarget:
         return len(self.source_ids)
 
 
-def _make_target(ids: Any, source_length: int) -> EncodedTarget:
-    return EncodedTarget(ids[:source_length].tolist(), ids[source_length:].tolist())
-
-
-TARGETS = Layout(make=_make_target, columns={"ids": TOKEN_IDS, "source_length": pa.int32()})
+TARGETS = Layout(
+    make=lambda ids, source_length: EncodedTarget(ids[:source_length].tolist(), ids[source_length:].tolist()),
+    columns={"ids": TOKEN_IDS, "source_length": pa.int32()},
+)
 """How encoded targets are kept on disk."""
 
 

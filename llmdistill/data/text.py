@@ -125,16 +125,19 @@ class MixedSequences:
         return int(self._ends[-1])
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
-        return self.parts[0].collate([self._read_mixed(seed, *divmod(place, len(self))) for place in places])
+        sequences = []
+        for place in places:
+            epoch, index = divmod(place, len(self))
+            number = int(np.searchsorted(self._ends, index, side="right"))
+            part, count = self.parts[number], self.counts[number]
+            # The sequences of a text are counted through the epochs of the mixture without end.
+            own_epoch, offset = divmod(epoch * count + index - int(self._ends[number] - count), len(part))
+            own_index = _spread_index(offset, len(part), (seed, own_epoch, number))
+            sequences.append(part.read(seed, own_epoch, own_index, number))
+        return self.parts[0].collate(sequences)
 
     def length(self, place: int) -> int:
         return self.parts[0].length(place)
-
-    def _read_mixed(self, seed: int, epoch: int, index: int) -> TextSequence:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        part, count = self.parts[number], self.counts[number]
-        own_epoch, offset = divmod(epoch * count + index - int(self._ends[number] - count), len(part))
-        return part.read(seed, own_epoch, _spread_index(offset, len(part), (seed, own_epoch, number)), number)
 
     def report(self) -> str:
         """Return a sentence with the share of each text in the data and in the batches."""

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from llmdistill.data.memory import rows_in_memory
 from llmdistill.data.readers import READERS, text_lines
-from llmdistill.data.sources import Data, open_rows, text_files
+from llmdistill.data.references import text_files
+from llmdistill.data.sources import Data, open_rows
 from llmdistill.errors import UserError
 
 PARAGRAPH = "\n\n"

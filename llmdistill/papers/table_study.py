@@ -18,7 +18,7 @@ from llmdistill.config.command_line import build, changed, checked, to_dict
 from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.tasks import FineTuningConfig, GridConfig, TasksConfig
-from llmdistill.data.sources import text_files
+from llmdistill.data.references import text_files
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS

@@ -13,8 +13,9 @@ import numpy as np
 
 from llmdistill.config import RunConfig, StudentConfig
 from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.references import is_weighted
 from llmdistill.data.sampler import global_batch_indices
-from llmdistill.data.sources import is_weighted, read_examples
+from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer

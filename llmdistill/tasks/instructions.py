@@ -18,18 +18,12 @@ from llmdistill.config.strict import did_you_mean
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.examples import Example, describe_left_out
 from llmdistill.data.exchange import ALONE, Exchange
-from llmdistill.data.instruct import (
-    NO_LIMIT,
-    Limits,
-    StoredExamples,
-    encode,
-    open_examples,
-    parts_before,
-    store_examples,
-)
+from llmdistill.data.instruct import NO_LIMIT, Limits, encode, parts_before
+from llmdistill.data.references import parts_of
 from llmdistill.data.sampler import Mixture, Share, TrainLoader, scoring_batches
-from llmdistill.data.sources import check_rows, parts_of, read_examples
+from llmdistill.data.sources import check_rows, read_examples
 from llmdistill.data.store import Joined, MappedItems
+from llmdistill.data.stored_examples import StoredExamples, open_examples, store_examples
 from llmdistill.data.stream import StreamLoader, check_stream
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError

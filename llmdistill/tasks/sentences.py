@@ -22,9 +22,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
+from llmdistill.data.references import parts_of
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sentences import TRIPLE, SentencePair, read_pairs, read_sentences, read_triples
-from llmdistill.data.sources import open_rows, parts_of
+from llmdistill.data.sources import open_rows
 from llmdistill.data.store import Grouped, SplitWriter, in_pieces
 from llmdistill.embedded import locate, locate_data
 from llmdistill.errors import UserError

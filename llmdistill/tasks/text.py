@@ -16,8 +16,9 @@ from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, RunConfig
 from llmdistill.data.begin import begin_tokens
 from llmdistill.data.corpus import Corpus, open_corpus, store_corpus
+from llmdistill.data.references import parts_of, text_files
 from llmdistill.data.sampler import SequenceLoader, Share
-from llmdistill.data.sources import Data, open_rows, parts_of, text_files, write_rows
+from llmdistill.data.sources import Data, open_rows, write_rows
 from llmdistill.data.text import MixedSequences, TextSequence, TextSequences, validation_batches
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from llmdistill.config import RunConfig
 from llmdistill.config.data import RolloutConfig
-from llmdistill.data.sources import is_weighted
+from llmdistill.data.references import is_weighted
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config

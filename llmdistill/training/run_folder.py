@@ -14,7 +14,7 @@ from llmdistill.config import RunConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.config.marks import marked
 from llmdistill.config.teacher import OneTeacher
-from llmdistill.data.sources import data_fingerprint
+from llmdistill.data.references import data_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.files import cannot_write, is_unused, remove_abandoned, write_json
 from llmdistill.fingerprints import fingerprint

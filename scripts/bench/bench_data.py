@@ -29,9 +29,10 @@ from benching import Line, Work, bench_parser, facts_of, measure, parse, run
 
 from llmdistill.data.collate import collate
 from llmdistill.data.exchange import Exchange
-from llmdistill.data.instruct import Limits, encode, open_examples, store_examples
+from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import read_examples
+from llmdistill.data.stored_examples import open_examples, store_examples
 from llmdistill.data.stream import StreamLoader
 from llmdistill.embedded import locate
 from llmdistill.models.tokenizer import load_tokenizer

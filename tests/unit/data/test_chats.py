@@ -30,8 +30,9 @@ from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data import chats
 from llmdistill.data.collate import collate, collate_packed
 from llmdistill.data.examples import Example, Turn, parse_row
-from llmdistill.data.instruct import Limits, encode, encode_prompts, open_examples, store_examples
+from llmdistill.data.instruct import Limits, encode, encode_prompts
 from llmdistill.data.prompts import answer_ends, end_of_turn
+from llmdistill.data.stored_examples import open_examples, store_examples
 
 from support import write_rows
 

@@ -12,10 +12,11 @@ from llmdistill.config.command_line import changed
 from llmdistill.config.data import RolloutConfig, TextConfig
 from llmdistill.data.corpus import store_corpus
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode, store_examples
+from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.masking import word_starts
 from llmdistill.data.prompts import render_prompt, resolve_prompt
 from llmdistill.data.sources import examples_of, read_examples, write_rows
+from llmdistill.data.stored_examples import store_examples
 from llmdistill.data.stream import check_stream
 from llmdistill.data.targets import Marks, TargetExample, encode_targets
 from llmdistill.tasks.text import _list_parts

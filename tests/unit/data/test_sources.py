@@ -10,17 +10,10 @@ from hostile import refuses
 
 from llmdistill.data.corpus import store_corpus
 from llmdistill.data.examples import Example, Turn
-from llmdistill.data.instruct import Limits, store_examples
-from llmdistill.data.sources import (
-    Part,
-    check_rows,
-    data_fingerprint,
-    kind_of,
-    open_rows,
-    parts_of,
-    read_examples,
-    text_files,
-)
+from llmdistill.data.instruct import Limits
+from llmdistill.data.references import Part, data_fingerprint, parts_of, text_files
+from llmdistill.data.sources import check_rows, kind_of, open_rows, read_examples
+from llmdistill.data.stored_examples import store_examples
 from llmdistill.data.whole_text import TextSet
 
 ROW = {"instruction": "Add.", "input": "1 2", "output": "3"}

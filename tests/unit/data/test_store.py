@@ -5,10 +5,11 @@ import datasets
 import pyarrow as pa
 import pytest
 
-from llmdistill.data import instruct, store
-from llmdistill.data.instruct import Limits, encode, open_examples, store_examples
+from llmdistill.data import store, stored_examples
+from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.pairs import PAIRS, EncodedPair
 from llmdistill.data.sources import read_examples
+from llmdistill.data.stored_examples import open_examples, store_examples
 
 from support import write_rows
 
@@ -20,7 +21,7 @@ ROWS = [{"prompt": "p" * (1 + n % 15), "completion": "abc"[: n % 4]} for n in ra
 @pytest.fixture
 def untouched(monkeypatch):
     """From its call on nothing may be tokenized."""
-    return lambda: monkeypatch.setattr(instruct, "encode", lambda *_, **__: pytest.fail("it is tokenized again"))
+    return lambda: monkeypatch.setattr(stored_examples, "encode", lambda *_, **__: pytest.fail("it is tokenized again"))
 
 
 @pytest.mark.parametrize(("at_once", "long_prompts"), [(1, "drop"), (4, "truncate")])

@@ -16,9 +16,10 @@ from references import greedy_answer
 from transformers import GenerationConfig, LlamaConfig
 
 from llmdistill.config import ResponseConfig
-from llmdistill.data.instruct import Limits, open_examples, store_examples
+from llmdistill.data.instruct import Limits
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
+from llmdistill.data.stored_examples import open_examples, store_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
