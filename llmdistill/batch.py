@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from llmdistill.attention_mask import AttentionMask
+
 if TYPE_CHECKING:  # the names below are also used before torch is imported
     from concurrent.futures import Future
 
@@ -129,6 +131,11 @@ class Batch:
     asked: tuple[Future[TopK], ...] = ()
     """What a teacher behind a server was asked about each sequence, in their order; empty if nothing was asked yet."""
 
+    @property
+    def mask(self) -> AttentionMask:
+        """Which keys the tokens see, if a layer does not hide more of them."""
+        return AttentionMask(self.attention_mask, visible_until_BT=self.visible_until)
+
     def counts(self) -> dict[Positions, Tensor]:
         """The number of positions of each kind in the batch, as scalars."""
         return {
@@ -186,12 +193,36 @@ class Batch:
         from torch.nn import functional
 
         fills = {"labels": IGNORE_INDEX, "visible_until": length + more}
-        names = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "visible_until")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         longer: dict[str, Any] = {
-            name: functional.pad(each, (0, more), value=fills.get(name, 0)) for name, each in given.items()
+            name: functional.pad(tensor, (0, more), value=fills.get(name, 0))
+            for name, tensor in self._of_tokens().items()
         }
         return replace(self, **longer)
+
+    def select(self, rows: slice | list[int], longest: int | None = None) -> Batch:
+        """Some rows of a batch that is not located yet, without the padding on the right that none of them needs.
+
+        Each row keeps at most its first `longest` tokens.
+        """
+        assert self.label_rows is None, "the places of the labels depend on the rows"
+        real_T = (self.attention_mask[rows] != 0).any(0).nonzero()
+        longest = self.input_ids.shape[1] if longest is None else longest
+        length = min(int(real_T[-1]) + 1 if len(real_T) else 1, longest)
+        cut: dict[str, Any] = {name: tensor[rows, :length] for name, tensor in self._of_tokens().items()}
+        if self.visible_until is not None:
+            cut["visible_until"] = cut["visible_until"].clamp(max=length)  # at padding it is the length
+        if self.targets is not None:
+            cut["targets"] = self.targets[rows]
+        numbers = range(len(self.input_ids))[rows] if isinstance(rows, slice) else rows
+        for name in ("sample_ids", "teachers"):
+            values = getattr(self, name)
+            cut[name] = tuple(values[number] for number in numbers) if values else ()
+        return replace(self, **cut)
+
+    def _of_tokens(self) -> dict[str, Tensor]:
+        """The tensors (B, T) that the batch has, by name."""
+        names = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "visible_until")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def rows_at(self, positions: Positions) -> Tensor:
         """(N,): the flat positions of one kind, real tokens or those that predict a label."""
@@ -239,8 +270,8 @@ class Taps:
     """(B, T, W), input of the first layer; the only key is 0."""
     scaling: dict[int, float] = field(default_factory=dict)
     """Factor on query·key before the softmax; recorded together with the query."""
-    visible_until: Tensor | None = None
-    """(B, T), `Batch.visible_until` of the batch: which keys the queries see."""
+    mask: AttentionMask | None = None
+    """Which keys of the batch the queries see, if a layer does not hide more of them."""
     projected: dict[Aspect, dict[int, Tensor]] = field(default_factory=dict)
     """Tapped tensors with their heads concatenated, mapped to the teacher's width by a learned matrix: (B, T, teacher's
     width)."""

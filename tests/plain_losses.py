@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmdistill.attention_mask import AttentionMask
 from llmdistill.batch import LossSum
 from llmdistill.losses.attention import AttentionInputs, Direction, RelationInputs, repeat_heads, side_by_side
 from llmdistill.losses.divergence import LOG_FLOOR
@@ -56,14 +57,12 @@ def _logits(inputs: HeadInputs, vocabulary: int | None) -> Tensor:
 def attention_kl_plain(
     student: AttentionInputs,
     teacher: AttentionInputs,
-    attention_mask: Tensor,
+    mask: AttentionMask,
     *,
-    causal: bool,
-    window: int | None = None,
     direction: Direction = "student_teacher",
 ) -> LossSum:
     """`attention.attention_kl`, by autograd."""
-    real_BT, visible_B1TT = attention_mask != 0, visible_keys(attention_mask, causal=causal, window=window)
+    real_BT, visible_B1TT = mask.segments_BT != 0, visible_keys(mask)
     p_BHTT, q_BHTT = (
         attention_scores(each, real_BT).masked_fill(~visible_B1TT, -torch.inf).log_softmax(-1)
         for each in ((student, teacher) if direction == "student_teacher" else (teacher, student))
@@ -74,16 +73,9 @@ def attention_kl_plain(
     return LossSum(torch.where(real_BT, kl_BT, 0.0).sum(), real_BT.sum())
 
 
-def attention_score_mse_plain(
-    student: AttentionInputs,
-    teacher: AttentionInputs,
-    attention_mask: Tensor,
-    *,
-    causal: bool,
-    window: int | None = None,
-) -> LossSum:
+def attention_score_mse_plain(student: AttentionInputs, teacher: AttentionInputs, mask: AttentionMask) -> LossSum:
     """`attention.attention_score_mse`, by autograd."""
-    real_BT, visible_B1TT = attention_mask != 0, visible_keys(attention_mask, causal=causal, window=window)
+    real_BT, visible_B1TT = mask.segments_BT != 0, visible_keys(mask)
     error_BHTT = attention_scores(student, real_BT) - attention_scores(teacher, real_BT)
     squares_BHT = torch.where(visible_B1TT, error_BHTT, 0.0).square().sum(-1)
     # The scores of a padded query are 0 in both models, so it adds nothing.
@@ -91,13 +83,7 @@ def attention_score_mse_plain(
 
 
 def relation_kl_plain(
-    student: RelationInputs,
-    teacher: RelationInputs,
-    attention_mask: Tensor,
-    *,
-    relation_heads: int,
-    causal: bool,
-    window: int | None = None,
+    student: RelationInputs, teacher: RelationInputs, mask: AttentionMask, *, relation_heads: int
 ) -> LossSum:
     """`relation.relation_kl`, by autograd."""
 
@@ -107,24 +93,23 @@ def relation_kl_plain(
         left_BRTD, right_BRTD = (x.unflatten(-1, (relation_heads, -1)).transpose(1, 2) for x in (left_BTF, right_BTF))
         return AttentionInputs(left_BRTD, right_BRTD, left_BRTD.shape[-1] ** -0.5)
 
-    return attention_kl_plain(
-        relation(student), relation(teacher), attention_mask, causal=causal, window=window, direction="teacher_student"
-    )
+    return attention_kl_plain(relation(student), relation(teacher), mask, direction="teacher_student")
 
 
-def visible_keys(attention_mask: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
+def visible_keys(mask: AttentionMask) -> Tensor:
     """Which key (last axis) each query may look at: (B, 1, T, T), True where it may.
 
     Padded queries look at everything, so that their softmax is a number; nobody uses it.
     """
-    real_BT = attention_mask != 0
-    position_T = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    segments_BT = mask.segments_BT
+    real_BT = segments_BT != 0
+    position_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     distance_TT = position_T[:, None] - position_T[None, :]
-    visible_BTT = real_BT[:, None, :] & (attention_mask[:, :, None] == attention_mask[:, None, :])
-    if causal:
+    visible_BTT = real_BT[:, None, :] & (segments_BT[:, :, None] == segments_BT[:, None, :])
+    if mask.causal:
         visible_BTT = visible_BTT & (distance_TT >= 0)
-    if window is not None:
-        visible_BTT = visible_BTT & (distance_TT < window)
+    if mask.window is not None:
+        visible_BTT = visible_BTT & (distance_TT < mask.window)
     return (visible_BTT | ~real_BT[:, :, None])[:, None]
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llmdistill.losses.attention import (
         AttentionInputs,
+        AttentionMask,
         RelationInputs,
         attention_kl,
         attention_score_mse,
@@ -66,8 +67,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "attention": (
-        *("AttentionInputs", "RelationInputs", "attention_kl", "attention_score_mse", "relation_kl", "repeat_heads"),
-        "side_by_side",
+        *("AttentionInputs", "AttentionMask", "RelationInputs", "attention_kl", "attention_score_mse", "relation_kl"),
+        *("repeat_heads", "side_by_side"),
     ),
     "divergence": (
         *("FORWARD_KL", "LOG_RATIO", "REVERSE_KL", "SOFT_CROSS_ENTROPY", "TOTAL_VARIATION", "Divergence"),

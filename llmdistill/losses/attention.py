@@ -7,15 +7,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from llmdistill.attention_mask import AttentionMask
 from llmdistill.batch import LossSum
 from llmdistill.losses.fused.block_rows import AttentionKind
-from llmdistill.losses.fused.blocks import AttentionInputs, Visibility, block_loss
+from llmdistill.losses.fused.blocks import AttentionInputs, Side, block_loss
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.gradient import with_gradient
 
 __all__ = [
-    *("AttentionInputs", "Direction", "RelationInputs", "attention_kl", "attention_score_mse", "relation_kl"),
-    *("repeat_heads", "side_by_side"),
+    *("AttentionInputs", "AttentionMask", "Direction", "RelationInputs", "attention_kl", "attention_score_mse"),
+    *("relation_kl", "repeat_heads", "side_by_side"),
 ]
 
 Direction = Literal["student_teacher", "teacher_student"]
@@ -34,11 +35,8 @@ class RelationInputs(NamedTuple):
 def attention_kl(
     student: AttentionInputs,
     teacher: AttentionInputs,
-    attention_mask: Tensor,
+    mask: AttentionMask,
     *,
-    causal: bool,
-    window: int | None = None,
-    visible_until: Tensor | None = None,
     direction: Direction = "student_teacher",
 ) -> LossSum:
     """MaKD eq. 12: KL(A^S‖A^T) of one layer, mean over heads, summed over the queries of real tokens.
@@ -50,45 +48,26 @@ def attention_kl(
     Args:
         student: queries and keys.
         teacher: queries and keys.
-        attention_mask: (B, T), 0 at padding, 1 at real tokens; in a packed batch, the number (from 1) of the token's
-            sequence. A token sees only tokens of its own sequence.
-        causal: if True, a token sees only itself and the tokens before it.
-        window: a token sees only the last `window` positions, including its own; None for no limit.
-        visible_until: (B, T), a token sees only the positions before this one; None for no limit.
+        mask: the keys that each query sees in this layer of both models.
         direction: of the divergence.
 
     Returns:
         The sum over real queries of the mean over heads, and the number of real tokens.
     """
-    return _compute_layer_loss(direction, student, teacher, Visibility(attention_mask, causal, window, visible_until))
+    return _compute_layer_loss(direction, student, teacher, mask)
 
 
-def attention_score_mse(
-    student: AttentionInputs,
-    teacher: AttentionInputs,
-    attention_mask: Tensor,
-    *,
-    causal: bool,
-    window: int | None = None,
-    visible_until: Tensor | None = None,
-) -> LossSum:
+def attention_score_mse(student: AttentionInputs, teacher: AttentionInputs, mask: AttentionMask) -> LossSum:
     """TinyBERT eq. 7: squared error of one layer's attention scores before the softmax, summed over real queries.
 
     KroneckerBERT uses the same attention loss. The error of a query is the mean over heads and over the keys that the
     query can see, so that neither padding nor a mask changes the scale. The arguments are those of `attention_kl`.
     """
-    return _compute_layer_loss("score_mse", student, teacher, Visibility(attention_mask, causal, window, visible_until))
+    return _compute_layer_loss("score_mse", student, teacher, mask)
 
 
 def relation_kl(
-    student: RelationInputs,
-    teacher: RelationInputs,
-    attention_mask: Tensor,
-    *,
-    relation_heads: int,
-    causal: bool,
-    window: int | None = None,
-    visible_until: Tensor | None = None,
+    student: RelationInputs, teacher: RelationInputs, mask: AttentionMask, *, relation_heads: int
 ) -> LossSum:
     """MiniLMv2 eq. 6-8: KL(R^T‖R^S) of one layer, mean over relation heads, summed over the rows of real tokens.
 
@@ -104,18 +83,14 @@ def relation_kl(
     Args:
         student: both sides of the relation.
         teacher: both sides of the relation.
-        attention_mask: as in `attention_kl`.
+        mask: as in `attention_kl`.
         relation_heads: must divide the width of each side (after the repetition above) of student and teacher.
-        causal: as in `attention_kl`.
-        window: as in `attention_kl`.
-        visible_until: as in `attention_kl`.
 
     Returns:
         The sum over real tokens of the mean over relation heads, and the number of real tokens.
     """
     of_student, of_teacher = _make_relation(student, relation_heads), _make_relation(teacher, relation_heads)
-    visibility = Visibility(attention_mask, causal, window, visible_until)
-    return _compute_layer_loss("teacher_student", of_student, of_teacher, visibility)
+    return _compute_layer_loss("teacher_student", of_student, of_teacher, mask)
 
 
 def repeat_heads(tensor: Tensor, heads: int) -> Tensor:
@@ -151,22 +126,25 @@ def _split_heads(heads_BHTD: Tensor, relation_heads: int) -> Tensor:
 
 
 def _compute_layer_loss(
-    kind: AttentionKind, student: AttentionInputs, teacher: AttentionInputs, visibility: Visibility
+    kind: AttentionKind, student: AttentionInputs, teacher: AttentionInputs, mask: AttentionMask
 ) -> LossSum:
     heads = student.query.shape[1]
     assert heads == teacher.query.shape[1], "student and teacher must have the same number of heads"
     for inputs in (student, teacher):
         groups = inputs.key.shape[1]
         assert heads % groups == 0, f"{heads} query heads are no multiple of {groups} key heads"
-    query_grad, key_grad = (torch.is_grad_enabled() and x.requires_grad for x in (student.query, student.key))
-    key_grad = key_grad and student.key is not student.query  # one tensor has one gradient
+    gradients = set[Side]()
+    if torch.is_grad_enabled() and student.query.requires_grad:
+        gradients.add("query")
+    if torch.is_grad_enabled() and student.key.requires_grad and student.key is not student.query:
+        gradients.add("key")  # one tensor has one gradient
     types = {tensor.dtype for inputs in (student, teacher) for tensor in inputs[:2]}
     # The kernels compute in fp32, so fp64 inputs (gradcheck) take the path by torch's operations.
     if available(student.query.device) and torch.float64 not in types:
         from llmdistill.losses.fused.triton_attention import attention_loss  # importing it requires Triton
 
-        loss = attention_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
+        loss = attention_loss(kind, student, teacher, mask, gradients)
     else:
-        loss = block_loss(kind, student, teacher, visibility, query_grad=query_grad, key_grad=key_grad)
+        loss = block_loss(kind, student, teacher, mask, gradients)
     total = with_gradient(loss.sum, (student.query, loss.query_grad), (student.key, loss.key_grad))
-    return LossSum(total, (visibility.segments_BT != 0).sum())
+    return LossSum(total, (mask.segments_BT != 0).sum())

@@ -196,14 +196,9 @@ def attention_term(pair: LayerPair, loss: Callable[..., LossSum], *, causal: boo
     def inputs(taps: Taps, layer: int) -> losses.AttentionInputs:
         return losses.AttentionInputs(taps.query[layer], taps.key[layer], taps.scaling[layer])
 
-    def compute(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+    def compute(student: Taps, teacher: Taps, _mask: Tensor) -> LossSum:
         return loss(
-            inputs(student, pair.student),
-            inputs(teacher, pair.teacher),
-            mask,
-            causal=causal,
-            window=pair.window,
-            visible_until=teacher.visible_until,
+            inputs(student, pair.student), inputs(teacher, pair.teacher), _mask_of(student, pair, causal=causal)
         )
 
     return layer_term("attention", pair, compute, "query", "key")
@@ -234,18 +229,21 @@ def relation_term(
         left, right = (losses.repeat_heads(side, relation_heads) if repeated else side for side in (left, right))
         return losses.RelationInputs(left, left if sides[0] == sides[1] else right)
 
-    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
+    def loss(student: Taps, teacher: Taps, _mask: Tensor) -> LossSum:
         return losses.relation_kl(
             inputs(student, pair.student),
             inputs(teacher, pair.teacher),
-            mask,
+            _mask_of(student, pair, causal=causal),
             relation_heads=relation_heads,
-            causal=causal,
-            window=pair.window,
-            visible_until=teacher.visible_until,
         )
 
     return layer_term(name, pair, loss, *sides)
+
+
+def _mask_of(student: Taps, pair: LayerPair, *, causal: bool) -> losses.AttentionMask:
+    """Return which keys the queries of both layers see."""
+    assert student.mask is not None, "the taps of a student's step have the mask of their batch"
+    return student.mask.of_layer(causal=causal, window=pair.window)
 
 
 def mse_term(

@@ -129,7 +129,7 @@ class TappedModel:
     def __call__(self, batch: Batch) -> Outputs:
         """Run the model on a batch, and compute the logits of every token."""
         batch = batch.with_label_rows(shift=self.shift)
-        with self._recorder.recording(visible_until=batch.visible_until):
+        with self._recorder.recording(mask=batch.mask):
             result = self._run(batch)
         logits, sequences = self._split_outputs(result, batch)
         return Outputs(
@@ -148,7 +148,7 @@ class TappedModel:
             return head.rows
 
         with (
-            self._recorder.recording(visible_until=batch.visible_until),
+            self._recorder.recording(mask=batch.mask),
             self._restrict_head(batch, lm_head, keep_inputs),
         ):
             result = self._run(batch)
@@ -180,7 +180,7 @@ class TappedModel:
 
         # Forward pass. The terms of layers are computed as their taps arrive, and those of the LM head in place of its
         # product, so that neither the taps of all layers nor the logits of the batch are in memory at once.
-        recording = self._recorder.recording(layers.compute_ready, visible_until=batch.visible_until)
+        recording = self._recorder.recording(layers.compute_ready, mask=batch.mask)
         with recording, self._restrict_head(batch, head.places, head):
             result = self._run(batch)
         self._recorder.take()
@@ -223,11 +223,11 @@ class TappedModel:
         if self.shift or not self.makes_mask:  # few encoders accept use_cache
             inputs["use_cache"] = False
         if self.makes_mask:
-            for feature, remedy, value in (
-                ("several sequences in a row", "set data.packing to false", batch.position_ids),
-                ("a source with its target", "take an encoder such as BERT or RoBERTa", batch.visible_until),
+            for feature, remedy, is_there in (
+                ("several sequences in a row", "set data.packing to false", batch.position_ids is not None),
+                ("a source with its target", "take an encoder such as BERT or RoBERTa", batch.mask.has_limits),
             ):
-                if value is not None:  # the mask that a model makes itself covers padding alone
+                if is_there:  # the mask that a model makes itself covers padding alone
                     raise UserError(
                         f"{config.model_type} makes its attention mask itself, which has no {feature}: {remedy}"
                     )
@@ -291,8 +291,9 @@ def _translate_errors(config: PreTrainedConfig) -> Iterator[None]:
 def _make_mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
     """Make the mask of an encoder for `Recorder.given_mask`; None if it sees all tokens, and for decoders."""
     attention_mask = batch.attention_mask
-    if batch.visible_until is not None:
-        return visibility_mask(attention_mask, batch.visible_until, config)
+    if batch.mask.has_limits:
+        assert not is_causal(config), "a decoder's tokens see those before them"
+        return batch.mask.dense()
     if is_causal(config) or batch.padding == "none":
         return None
     return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
@@ -308,18 +309,6 @@ def _find_sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
     is_short = batch.input_ids.shape[1] <= min(windows, default=batch.input_ids.shape[1])
     is_enough = is_short and batch.position_ids is None and batch.padding != "left"
     return None if is_enough or not is_causal(config) else batch.sequences
-
-
-def visibility_mask(attention_mask: Tensor, visible_until_BT: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Make the attention mask of tokens that see the real tokens before a position of their own; padding sees all.
-
-    Returns (B, 1, T, T), True where a query (third axis) can see a key.
-    """
-    assert not is_causal(config), "a decoder's tokens see those before them"
-    key_T = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-    real_BT = attention_mask != 0
-    seen_BTT = (key_T < visible_until_BT[:, :, None]) & real_BT[:, None, :]
-    return (seen_BTT | ~real_BT[:, :, None])[:, None]
 
 
 def _select_logits(logits_BTV: Tensor, batch: Batch, places: Sequence[Positions]) -> HeadInputs:

@@ -38,7 +38,7 @@ def check_losses(models: Mapping[str, TappedModel], batch: Batch) -> LossModes:
         if not shortcut:
             print_main(f"Note        {name}: {_describe_difference(tapped, loss)}")
         # The masks of such a model differ from ours, and only ours keep the sequences of a packed row apart.
-        if makes_mask and (batch.position_ids is not None or batch.visible_until is not None):
+        if makes_mask and (batch.position_ids is not None or batch.mask.has_limits):
             difference = _describe_difference(tapped, loss)
             raise UserError(
                 f"{name}: {difference}; its own masks do not support packed rows: set data.packing to false"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -179,27 +179,6 @@ class HookSums:
         return int(self.tokens)
 
 
-def rows_of(batch: Batch, rows: slice | list[int], longest: int | None = None) -> Batch:
-    """Return some rows of a batch that is not located yet, without the padding on the right that none of them needs.
-
-    Each row keeps at most its first `longest` tokens.
-    """
-    real_T = (batch.attention_mask[rows] != 0).any(0).nonzero()
-    length = min(int(real_T[-1]) + 1 if len(real_T) else 1, batch.input_ids.shape[1] if longest is None else longest)
-    of_tokens = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "visible_until")
-    tensors = {name: getattr(batch, name) for name in of_tokens if getattr(batch, name) is not None}
-    cut: dict[str, Any] = {name: tensor[rows, :length] for name, tensor in tensors.items()}
-    if batch.visible_until is not None:
-        cut["visible_until"] = cut["visible_until"].clamp(max=length)  # at padding it is the length
-    if batch.targets is not None:
-        cut["targets"] = batch.targets[rows]
-    numbers = range(len(batch.input_ids))[rows] if isinstance(rows, slice) else rows
-    for name in ("sample_ids", "teachers"):
-        values = getattr(batch, name)
-        cut[name] = tuple(values[number] for number in numbers) if values else ()
-    return replace(batch, **cut)
-
-
 def in_parts(batches: Iterable[Batch], tokens: int) -> list[Batch]:
     """Split the rows into parts of at most so many tokens, padding included; a longer row is a part of its own.
 
@@ -209,7 +188,7 @@ def in_parts(batches: Iterable[Batch], tokens: int) -> list[Batch]:
     for batch in batches:
         rows, length = batch.input_ids.shape
         rows_per_part = max(1, tokens // length)
-        parts += [rows_of(batch, slice(start, start + rows_per_part)) for start in range(0, rows, rows_per_part)]
+        parts += [batch.select(slice(start, start + rows_per_part)) for start in range(0, rows, rows_per_part)]
     return parts
 
 

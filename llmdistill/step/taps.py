@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
+from llmdistill.attention_mask import AttentionMask
 from llmdistill.batch import Aspect, TapRequest, Taps
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import Tap
@@ -37,7 +38,7 @@ class Recording(NamedTuple):
     """The arguments of a block of `Recorder.recording` for the forward passes inside it."""
 
     on_tap: Callable[[Taps, Tap], None] | None
-    visible_until: Tensor | None
+    mask: AttentionMask | None
 
 
 @dataclass
@@ -124,14 +125,14 @@ class Recorder:
 
     @contextmanager
     def recording(
-        self, on_tap: Callable[[Taps, Tap], None] | None = None, *, visible_until: Tensor | None = None
+        self, on_tap: Callable[[Taps, Tap], None] | None = None, *, mask: AttentionMask | None = None
     ) -> Iterator[None]:
         """Record the forward passes inside this block; `take` returns the taps of the last one.
 
-        `offer` is called after each tensor is recorded; it may remove tensors from the taps. They keep `visible_until`,
-        which is that of the batch.
+        `on_tap` is called after each tensor is recorded; it may remove tensors from the taps. They keep `mask`, which
+        is that of the batch.
         """
-        self._recording = Recording(on_tap, visible_until)
+        self._recording = Recording(on_tap, mask)
         try:
             yield
         finally:
@@ -222,7 +223,7 @@ class Recorder:
             rows=tokens.shape if isinstance(tokens, Tensor) else None,
             recomputes=self._recomputes or (self.is_recording and self._is_checkpointed()),
             recording=self._recording,
-            taps=None if self._recording is None else Taps(visible_until=self._recording.visible_until),
+            taps=None if self._recording is None else Taps(mask=self._recording.mask),
         )
         self._collected = None
 

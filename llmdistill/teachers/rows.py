@@ -174,7 +174,7 @@ def to_outputs(
         head: weight and bias of the LM head, for hidden states.
         scaling: `Taps.scaling`.
     """
-    taps = Taps(visible_until=batch.visible_until, scaling=dict(scaling))
+    taps = Taps(mask=batch.mask, scaling=dict(scaling))
     for aspect, layers in request.taps.items():
         for layer in layers:
             # A tap at all real tokens, (N, H, D) or (N, W), becomes (B, H, T, D) or (B, T, W).

@@ -11,7 +11,6 @@ import torch
 from llmdistill.batch import Batch, HeadInputs, Outputs, Positions, SeveralHeads, Taps
 from llmdistill.errors import UserError
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.passes import rows_of
 from llmdistill.step.teacher import Teacher
 
 
@@ -68,7 +67,7 @@ class TeachersOfRows(Teacher):
             own = [row for row, asked in enumerate(batch.teachers) if asked == name]
             if not own and name not in self.together:
                 continue
-            part = rows_of(whole, own or [0]).with_label_rows(shift=True).to(device)
+            part = whole.select(own or [0]).with_label_rows(shift=True).to(device)
             head = _head(teacher.teach(part, lm_head=lm_head).lm_head, "labels")
             heads.append(head if own else head._replace(rows=head.rows[:0]))
             places.append(torch.isin(row_N, torch.tensor(own, dtype=torch.long)).nonzero()[:, 0])

@@ -33,7 +33,7 @@ from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.step.passes import in_parts, rows_of
+from llmdistill.step.passes import in_parts
 from llmdistill.students.counting import build_reference, layer_linears
 from llmdistill.students.start import cuts, measure, weigh
 from llmdistill.students.start.moments import Moments
@@ -139,7 +139,7 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     config = load_config(path)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
     narrow = type(config)(**config.to_dict() | sizes | {"head_dim": 32, "num_hidden_layers": 1, "layer_types": None})
-    whole, batches = batches, [rows_of(each, slice(0, 2), 16) for each in batches]
+    whole, batches = batches, [each.select(slice(0, 2), 16) for each in batches]
     weighed(AutoModelForCausalLM.from_config(narrow), "99.5%")
     batches = whole
     process, seconds = psutil.Process(), dict[str, tuple[float, float]]()

@@ -26,6 +26,7 @@ from plain_losses import attention_kl_plain, relation_kl_plain, token_losses_pla
 from torch import Tensor
 from torch.nn import functional
 
+from llmdistill.attention_mask import AttentionMask
 from llmdistill.batch import LossSum
 from llmdistill.losses import attention, features, head
 from llmdistill.losses.attention import AttentionInputs, Direction, RelationInputs, side_by_side
@@ -89,20 +90,20 @@ def attention_kl(
     **sizes: Any,
 ) -> Made:
     student, teacher = _sides(draw, tokens, batch=batch, **sizes)
-    mask = draw.mask(batch, tokens)
-    return [*student[:2]], lambda: loss(student, teacher, mask, causal=causal, direction=direction).sum
+    mask = AttentionMask(draw.mask(batch, tokens), causal=causal)
+    return [*student[:2]], lambda: loss(student, teacher, mask, direction=direction).sum
 
 
 def attention_score_mse(draw: Draw, *, tokens: int) -> Made:
-    (student, teacher), mask = _sides(draw, tokens), draw.mask(2, tokens)
-    return [*student[:2]], lambda: attention.attention_score_mse(student, teacher, mask, causal=False).sum
+    (student, teacher), mask = _sides(draw, tokens), AttentionMask(draw.mask(2, tokens))
+    return [*student[:2]], lambda: attention.attention_score_mse(student, teacher, mask).sum
 
 
 def relation_kl(draw: Draw, *, tokens: int, batch: int = 2, loss: Any = attention.relation_kl) -> Made:
     """Values of both models, 12 heads of 64 each, cut anew into 48."""
     student, teacher = (draw(batch, 12, tokens, 64, learned=learned) for learned in (True, False))
-    mask, sides = draw.mask(batch, tokens), (RelationInputs(student, student), RelationInputs(teacher, teacher))
-    return [student], lambda: loss(*sides, mask, relation_heads=48, causal=False).sum
+    mask, sides = AttentionMask(draw.mask(batch, tokens)), [RelationInputs(side, side) for side in (student, teacher)]
+    return [student], lambda: loss(*sides, mask, relation_heads=48).sum
 
 
 def matrix_mse(

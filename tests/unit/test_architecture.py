@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LOWEST = {
     "artifacts",
+    "attention_mask",
     "batch",
     "config",
     "errors",
@@ -31,6 +32,7 @@ ABOVE_PARTS = {"methods", "training", "planning", "report", "studies"} | LEAVES 
 FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
     "artifacts": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files", "fingerprints"},
+    "batch": PARTS | ABOVE_PARTS | LOWEST - {"errors", "attention_mask"},
     "fingerprints": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files"},
     "messages": PARTS | ABOVE_PARTS | LOWEST - {"errors", "progress"},
     "plugins": PARTS | ABOVE_PARTS | LOWEST - {"messages"},

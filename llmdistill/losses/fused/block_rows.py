@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from llmdistill.attention_mask import AttentionMask
+
 AttentionKind = Literal["student_teacher", "teacher_student", "score_mse"]
 """KL(A^S‖A^T) (MaKD eq. 12), KL(A^T‖A^S) (MiniLM eq. 3), or the squared error of the scores (TinyBERT eq. 7)."""
 
@@ -20,20 +22,6 @@ differ by exactly 0 there and the softmax is negligible, without the NaN of -inf
 
 _NOTHING = -60.0
 """Lower bound of log shares: exp of it is negligible beside 1 even in fp64, but does not underflow."""
-
-
-class Visibility(NamedTuple):
-    """Which keys a query can see."""
-
-    segments_BT: Tensor
-    """(B, T) int: 0 at padding, elsewhere the number (from 1) of the token's sequence. A token sees only tokens with
-    the same number."""
-    causal: bool
-    """If True, a token sees only itself and the tokens before it."""
-    window: int | None
-    """A token sees only the last `window` positions, including its own; None for no limit."""
-    visible_until_BT: Tensor | None = None
-    """(B, T) int: a token sees only the positions before this one; None for no limit."""
 
 
 class RowLosses(NamedTuple):
@@ -56,35 +44,25 @@ class Hidden(NamedTuple):
     """(S or 1, 1, L, 1): the number of keys of the block that each query sees."""
 
 
-def hidden_keys(
-    segments_ST: Tensor | None,
-    visible_until_ST: Tensor | None,
-    rows: slice,
-    keys: slice,
-    visibility: Visibility,
-    *,
-    like: Tensor,
-) -> Hidden | None:
+def hidden_keys(mask: AttentionMask, rows: slice, keys: slice, *, one_segment: bool, like: Tensor) -> Hidden | None:
     """Return the keys that a block's queries do not see; None if they see all keys.
 
     Args:
-        segments_ST: of `visibility`, for the sequences of the block; None if all tokens are in one segment. Padding
-            sees padding, so that its softmax is not NaN.
-        visible_until_ST: of `visibility`, for the sequences of the block.
+        mask: that of the block's sequences. Padding sees padding, so that its softmax is not NaN.
         rows: positions of the queries.
         keys: positions of the keys; if causal, none is after the last query.
-        visibility: that of the whole batch.
+        one_segment: whether all tokens are in one segment, so that segments hide nothing.
         like: tensor with the device and dtype of the result.
     """
-    causal, window = visibility.causal, visibility.window
-    only_causal = causal and segments_ST is None and window is None and visible_until_ST is None
+    causal, window, segments_ST = mask.causal, mask.window, mask.segments_BT
+    only_causal = causal and one_segment and window is None and not mask.has_limits
     first = rows.start - keys.start if only_causal else 0
     hidden: list[Tensor] = []
-    if segments_ST is not None:
+    if not one_segment:
         hidden.append(segments_ST[:, None, rows, None] != segments_ST[:, None, None, keys])
-    if visible_until_ST is not None:
+    if mask.visible_until_BT is not None:
         key_J = torch.arange(keys.start, keys.stop, device=like.device)
-        hidden.append(key_J >= visible_until_ST[:, None, rows, None])
+        hidden.append(key_J >= mask.visible_until_BT[:, None, rows, None])
     if causal or window is not None:
         query_L1 = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
         distance_11LJ = (query_L1 - torch.arange(keys.start + first, keys.stop, device=like.device))[None, None]

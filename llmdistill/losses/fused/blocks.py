@@ -11,13 +11,14 @@ all query heads that share a key head, so that one product covers all grouped qu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterator
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmdistill.losses.fused.block_rows import AttentionKind, Visibility, hidden_keys, row_losses
+from llmdistill.attention_mask import AttentionMask
+from llmdistill.losses.fused.block_rows import AttentionKind, hidden_keys, row_losses
 
 _CPU_BUDGET = 3 * 2**16
 """Scores of one model in a block, for each thread. With this size most of the three buffers stays in a core's cache; in
@@ -31,6 +32,10 @@ _LEAST_ROWS = 32
 
 _LEAST_DIAGONAL = 64
 """Minimum number of queries in a block at the causal diagonal, because half of such a block is masked."""
+
+
+Side = Literal["query", "key"]
+"""The sides of the student's scores, with respect to which gradients are computed."""
 
 
 class AttentionInputs(NamedTuple):
@@ -68,54 +73,51 @@ def block_loss(
     kind: AttentionKind,
     student: AttentionInputs,
     teacher: AttentionInputs,
-    visibility: Visibility,
+    mask: AttentionMask,
+    gradients: Collection[Side],
     *,
-    query_grad: bool,
-    key_grad: bool,
     shape: BlockShape | None = None,
 ) -> BlockLoss:
     """Compute the loss of one layer and, if requested, its gradients with respect to the student's queries and keys.
 
     Padded positions may hold any value, even NaN: they add nothing to the loss and their gradient is zero. Student and
     teacher have the same number of query heads H; G and D may differ. If the student's queries and keys are the same
-    tensor object, `query_grad` requests the total gradient with respect to this tensor, and `key_grad` must be False.
+    tensor object, "query" among `gradients` requests the total gradient of this tensor, and "key" must not be there.
     The default shape of a block depends on the device.
     """
     batch, heads, tokens, _ = student.query.shape
     both = student.key is student.query
-    assert not (both and key_grad), "one tensor has one gradient"
-    shape = shape or block_shape(student, teacher, visibility)
+    assert not (both and "key" in gradients), "one tensor has one gradient"
+    shape = shape or block_shape(student, teacher, mask)
     dtype = torch.promote_types(torch.promote_types(student.query.dtype, teacher.query.dtype), torch.float32)
-    weights_B1T1 = (visibility.segments_BT != 0).to(dtype)[:, None, :, None] / heads
-    if visibility.segments_BT.device.type == "cpu" and bool((visibility.segments_BT == 1).all()):
-        segments_BT = None  # No padding, one sequence per row; on a GPU the host would wait for this check.
-    else:
-        segments_BT = visibility.segments_BT
+    weights_B1T1 = (mask.segments_BT != 0).to(dtype)[:, None, :, None] / heads
+    # No padding, and one sequence per row; on a GPU the host would wait for this check.
+    one_segment = mask.segments_BT.device.type == "cpu" and bool((mask.segments_BT == 1).all())
     total = torch.zeros((), device=student.query.device, dtype=dtype)
-    of_query = torch.empty_like(student.query) if query_grad else None
-    of_key = of_query if both else torch.empty_like(student.key) if key_grad else None
+    of_query = torch.empty_like(student.query) if "query" in gradients else None
+    of_key = of_query if both else torch.empty_like(student.key) if "key" in gradients else None
     if total.is_meta:  # without values only the shapes of the results matter
         return BlockLoss(total, of_query, None if both else of_key)
     buffers = [torch.empty(math.prod(shape) * tokens, device=total.device, dtype=dtype) for _ in range(3)]
     for sequences in _split(batch, shape.sequences):
-        segments_ST = None if segments_BT is None else segments_BT[sequences]
-        visible_until_ST = None if visibility.visible_until_BT is None else visibility.visible_until_BT[sequences]
+        of_strip = mask.of_sequences(sequences)
+        real_S1T1 = None if one_segment else (of_strip.segments_BT != 0)[:, None, :, None]
         for at in _split(heads, shape.heads):
-            ours, theirs = (_Strip(inputs, sequences, at, segments_ST, dtype) for inputs in (student, teacher))
+            ours, theirs = (_Strip(inputs, sequences, at, real_S1T1, dtype) for inputs in (student, teacher))
             gradient = None
-            if query_grad or key_grad:
+            if gradients:
                 gradient = _StripGradient(ours, sequences, at, of_query, of_key)
             for rows in _split(tokens, shape.rows):
                 # The keys that any of these queries can see.
-                first = 0 if visibility.window is None else max(0, rows.start - visibility.window + 1)
-                keys = slice(first, rows.stop if visibility.causal else tokens)
+                first = 0 if mask.window is None else max(0, rows.start - mask.window + 1)
+                keys = slice(first, rows.stop if mask.causal else tokens)
                 size = (*ours.query_SHTD.shape[:2], rows.stop - rows.start, keys.stop - keys.start)
                 # Views of the same memory for every block, so that it stays in cache.
                 s, t, spare = (buffer[: math.prod(size)].view(size) for buffer in buffers)
                 queries_NXD = ours.queries(rows)
                 ours.scores(queries_NXD, keys, out=s)
                 theirs.scores(theirs.queries(rows), keys, out=t)
-                hidden = hidden_keys(segments_ST, visible_until_ST, rows, keys, visibility, like=s)
+                hidden = hidden_keys(of_strip, rows, keys, one_segment=one_segment, like=s)
                 losses = row_losses(kind, s, t, spare, hidden, derivative=gradient is not None)
                 weights_S1L1 = weights_B1T1[sequences, :, rows]
                 total += (losses.value * weights_S1L1).sum()
@@ -126,17 +128,17 @@ def block_loss(
     return BlockLoss(total, of_query, None if both else of_key)
 
 
-def block_shape(student: AttentionInputs, teacher: AttentionInputs, visibility: Visibility) -> BlockShape:
+def block_shape(student: AttentionInputs, teacher: AttentionInputs, mask: AttentionMask) -> BlockShape:
     """Return the size of a block with which the three buffers of scores stay in cache."""
     batch, heads, tokens, _ = student.query.shape
     # A block contains only complete groups of query heads of both models.
     group = math.lcm(heads // student.key.shape[1], heads // teacher.key.shape[1])
     budget = _CUDA_BUDGET if student.query.is_cuda else _CPU_BUDGET * torch.get_num_threads()
     keys, most = tokens, tokens
-    if visibility.causal or visibility.window is not None:
+    if mask.causal or mask.window is not None:
         most = max(_LEAST_DIAGONAL, tokens // 8)  # Smaller blocks waste less above the diagonal.
-    if visibility.causal and visibility.window is not None:
-        keys = min(tokens, most + visibility.window)
+    if mask.causal and mask.window is not None:
+        keys = min(tokens, most + mask.window)
     rows = _even_size(tokens, min(most, max(_LEAST_ROWS, budget // (group * keys))))
     at = _even_size(heads // group, budget // (rows * keys * group)) * group
     sequences = _even_size(batch, budget // (rows * keys * heads)) if at == heads else 1
@@ -155,7 +157,7 @@ class _Strip:
     are prepared block by block."""
 
     def __init__(
-        self, inputs: AttentionInputs, sequences: slice, heads: slice, segments_ST: Tensor | None, dtype: torch.dtype
+        self, inputs: AttentionInputs, sequences: slice, heads: slice, real_S1T1: Tensor | None, dtype: torch.dtype
     ) -> None:
         per_key = inputs.query.shape[1] // inputs.key.shape[1]
         self.groups = slice(heads.start // per_key, heads.stop // per_key)
@@ -167,7 +169,7 @@ class _Strip:
         is_bf16 = inputs.query.dtype == inputs.key.dtype == torch.bfloat16
         accumulates = inputs.query.is_cuda and is_bf16 and dtype == torch.float32
         self.operands = torch.bfloat16 if accumulates else dtype
-        self.real_S1T1 = None if segments_ST is None else (segments_ST != 0)[:, None, :, None]
+        self.real_S1T1 = real_S1T1
         self.key_NTD = self._clear_padding(inputs.key[sequences, self.groups], slice(None)).flatten(0, 1)
 
     def queries(self, rows: slice) -> Tensor:

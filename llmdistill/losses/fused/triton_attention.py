@@ -7,11 +7,14 @@ the chip. The kernels have not yet been timed on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import triton
 
+from llmdistill.attention_mask import AttentionMask
 from llmdistill.losses.fused.block_rows import AttentionKind
-from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Visibility
+from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Side
 from llmdistill.losses.fused.triton_attention_kernels import Model, key_gradient, query_gradient, row_values
 
 
@@ -19,10 +22,9 @@ def attention_loss(
     kind: AttentionKind,
     student: AttentionInputs,
     teacher: AttentionInputs,
-    visibility: Visibility,
+    mask: AttentionMask,
+    gradients: Collection[Side],
     *,
-    query_grad: bool,
-    key_grad: bool,
     blocks: tuple[int, int] | None = None,
 ) -> BlockLoss:
     """Compute the loss of one layer and, if requested, its gradients; arguments are those of `blocks.block_loss`.
@@ -36,17 +38,16 @@ def attention_loss(
     16; the default depends on head width and dtype.
     """
     both = student.key is student.query
-    assert not (both and key_grad), "one tensor has one gradient"
+    assert not (both and "key" in gradients), "one tensor has one gradient"
     student, teacher = _prepare(student), _prepare(teacher)
     batch, heads, tokens, width = student.query.shape
     device = student.query.device
     assert teacher.query.shape[:3] == (batch, heads, tokens), "student and teacher must have the same number of heads"
-    segments_BT, causal, window, visible_until_BT = visibility
-    assert window is None or window > 0, f"a window of {window} tokens"
+    assert mask.window is None or mask.window > 0, f"a window of {mask.window} tokens"
     rows, columns = blocks or _block_sizes(student, teacher)
-    segments_BT = segments_BT.to(torch.int32).contiguous()
+    segments_BT = mask.segments_BT.to(torch.int32).contiguous()
     # Without a limit the kernels read none, and any pointer will do.
-    visible_until = segments_BT if visible_until_BT is None else visible_until_BT.to(torch.int32).contiguous()
+    visible_until = segments_BT if mask.visible_until_BT is None else mask.visible_until_BT.to(torch.int32).contiguous()
     # For each query: its loss, and the divisors of the softmaxes of student and teacher (or of the mean).
     statistics = torch.empty(3, batch, heads, tokens, dtype=torch.float32, device=device)
     groups = student.key.shape[1]
@@ -59,11 +60,11 @@ def attention_loss(
         "heads": heads,
         "tokens": tokens,
         "queries": statistics[0].numel(),
-        "window": window or 0,
+        "window": mask.window or 0,
         "KIND": kind,
-        "CAUSAL": causal,
-        "WINDOWED": window is not None,
-        "BOUNDED": visible_until_BT is not None,
+        "CAUSAL": mask.causal,
+        "WINDOWED": mask.window is not None,
+        "BOUNDED": mask.has_limits,
         "ROWS": rows,
         "COLUMNS": columns,
         "STUDENT_PADDED": _padded_width(student),
@@ -71,9 +72,9 @@ def attention_loss(
     }
     factor = student.scaling / heads
     of_query = of_key = None
-    if query_grad:
+    if "query" in gradients:
         of_query = torch.empty(batch, heads, tokens, width, dtype=student.query.dtype, device=device)
-    if key_grad or (both and query_grad):
+    if "key" in gradients or (both and "query" in gradients):
         of_key = torch.empty(batch, groups, tokens, width, dtype=student.key.dtype, device=device)
     row_grid, column_grid = (batch * heads, triton.cdiv(tokens, rows)), (batch * groups, triton.cdiv(tokens, columns))
     if batch * tokens > 0:

@@ -29,7 +29,7 @@ from llmdistill.runtime.distributed import (
     sum_at,
     to_main,
 )
-from llmdistill.step.passes import in_parts, rows_of
+from llmdistill.step.passes import in_parts
 from llmdistill.students.counting import Shape, layer_linears
 from llmdistill.students.install import matrix, token_embedding
 from llmdistill.students.kinds import Size
@@ -280,7 +280,7 @@ class Measurement:
 
 def first_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> Sequence[Batch]:
     """Return the first COST_TOKENS tokens of each row for a decoder, where they know nothing of the others."""
-    return [rows_of(batch, slice(None), COST_TOKENS) for batch in batches] if is_causal(model.config) else batches
+    return [batch.select(slice(None), COST_TOKENS) for batch in batches] if is_causal(model.config) else batches
 
 
 def plan_passes(

@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from llmdistill.attention_mask import AttentionMask
 from llmdistill.losses import attention, features, fused
 from llmdistill.losses.attention import AttentionInputs, attention_kl
 from llmdistill.losses.divergence import FORWARD_KL, Divergence, jsd_with_derivative
@@ -33,23 +34,23 @@ def test_attention_goes_to_the_kernel(monkeypatch, same: bool) -> None:
     key = query if same else torch.randn(2, 2, 5, 3, requires_grad=True)
     student, teacher = AttentionInputs(query, key, 0.5), AttentionInputs(*torch.randn(2, 2, 4, 5, 6), 0.4)
     leaves = [query] if same else [query, key]
-    expected = attention_kl(student, teacher, MASK, causal=True, window=3)
+    expected = attention_kl(student, teacher, AttentionMask(MASK, causal=True, window=3))
     gradients = torch.autograd.grad(expected.sum, leaves)
     calls = []
 
-    def attention_loss(kind, ours, theirs, visibility, *, query_grad, key_grad):
-        calls.append((kind, *visibility[1:], query_grad, key_grad, ours.scaling, theirs.scaling))
-        return block_loss(kind, ours, theirs, visibility, query_grad=query_grad, key_grad=key_grad)
+    def attention_loss(kind, ours, theirs, mask, gradients):
+        calls.append((kind, mask.causal, mask.window, mask.has_limits, gradients, ours.scaling, theirs.scaling))
+        return block_loss(kind, ours, theirs, mask, gradients)
 
     stand_in(monkeypatch, "attention", attention_loss=attention_loss)
     monkeypatch.setattr(attention, "available", lambda device: True)
-    loss = attention_kl(student, teacher, MASK, causal=True, window=3)
-    assert calls == [("student_teacher", True, 3, None, True, not same, 0.5, 0.4)]
+    loss = attention_kl(student, teacher, AttentionMask(MASK, causal=True, window=3))
+    assert calls == [("student_teacher", True, 3, False, {"query"} if same else {"query", "key"}, 0.5, 0.4)]
     torch.testing.assert_close(loss.sum, expected.sum)
     torch.testing.assert_close(torch.autograd.grad(loss.sum, leaves), gradients)
     with torch.no_grad():
-        attention_kl(student, teacher, MASK, causal=True)
-    assert calls[1][3:6] == (None, False, False)
+        attention_kl(student, teacher, AttentionMask(MASK, causal=True))
+    assert calls[1][2:5] == (None, False, set())
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -81,7 +82,7 @@ def test_fp64_stays_where_it_is_exact(monkeypatch) -> None:
         monkeypatch.setattr(module, "available", lambda device: True)
         stand_in(monkeypatch, name)
     inputs = AttentionInputs(*torch.randn(2, 1, 2, 3, 4, dtype=torch.float64), 1.0)
-    assert attention_kl(inputs, inputs, torch.ones(1, 3, dtype=torch.long), causal=False).sum == 0
+    assert attention_kl(inputs, inputs, AttentionMask(torch.ones(1, 3, dtype=torch.long))).sum == 0
     student = torch.randn(1, 3, 4, dtype=torch.float64)
     assert hidden_mse(student, student.float(), torch.ones(1, 3)).sum > 0
     head = HeadInputs(torch.randn(3, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64), None)

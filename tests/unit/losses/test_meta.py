@@ -31,7 +31,13 @@ def test_attention_loss_leaves_two_gradients():
     query, key = meta(2, 4, 512, 16, grad=True), meta(2, 2, 512, 16, grad=True)
     teacher = losses.AttentionInputs(meta(2, 4, 512, 16), meta(2, 2, 512, 16), 0.25)
     student = losses.AttentionInputs(query, key, 0.25)
-    found = peak(lambda: losses.attention_kl(student, teacher, MASK, causal=True), query, key, *teacher[:2], MASK)
+    found = peak(
+        lambda: losses.attention_kl(student, teacher, losses.AttentionMask(MASK, causal=True)),
+        query,
+        key,
+        *teacher[:2],
+        MASK,
+    )
     gradients = 4 * (query.numel() + key.numel())
     assert gradients <= found < 1.1 * gradients
 

@@ -10,6 +10,7 @@ from tiny import WORDS, shaken, tiny_config, tiny_model
 from torch import nn
 from transformers import BertForPreTraining, BertForQuestionAnswering, LlamaForCausalLM
 
+from llmdistill.attention_mask import AttentionMask
 from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import RunningTerms
@@ -17,7 +18,7 @@ from llmdistill.methods import METHODS, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.families import family_of, has_family
 from llmdistill.objective import Objective
-from llmdistill.step.forward import TappedModel, visibility_mask
+from llmdistill.step.forward import TappedModel
 from llmdistill.step.loss_check import check_losses
 from llmdistill.step.own_loss import own_loss
 from llmdistill.step.taps import Recorder
@@ -109,7 +110,7 @@ def test_losses_and_gradients_are_those_of_whole_taps_and_logits(names, family, 
     ways = both_ways(method_of(names, family, settings), make(family, 1), make(family, 0), batch)
     compare(ways)
     for taps in (*ways.running.kept, ways.running.taught.taps):
-        kept = {aspect: tensors for aspect, tensors in vars(taps).items() if tensors and aspect != "scaling"}
+        kept = {name: tensors for name, tensors in vars(taps).items() if tensors and name not in ("scaling", "mask")}
         assert not any(kept.pop("projected", {}).values())
         assert not kept, "something is kept that no term needs any more"
 
@@ -182,7 +183,7 @@ def test_a_total_without_terms_on_tokens_reaches_every_parameter():
 def test_padding_is_no_key_and_sees_all():
     """A source of one token with a target of one, padded on the left and on the right."""
     real, visible_until = torch.tensor([[0, 1, 1, 0]]), torch.tensor([[4, 2, 3, 4]])
-    seen = visibility_mask(real, visible_until, tiny_config("bert"))
+    seen = AttentionMask(real, visible_until_BT=visible_until).dense()
     assert seen.long().tolist() == [[[[1, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]]]]
 
 

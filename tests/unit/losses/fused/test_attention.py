@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, Visibility, block_loss
+from llmdistill.attention_mask import AttentionMask
+from llmdistill.losses.fused.blocks import AttentionInputs, BlockLoss, block_loss
 from llmdistill.losses.fused.triton_attention import attention_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that nobody uses
@@ -27,19 +28,18 @@ def spoiled(sides: AttentionInputs, segments: Tensor) -> AttentionInputs:
     )
 
 
-def run(device, kind, student, teacher, segments, *seen, **options) -> BlockLoss:
+def run(device, kind, student, teacher, segments, *seen, gradients=("query", "key"), blocks=(16, 16)) -> BlockLoss:
     student, teacher = (AttentionInputs(x.query.to(device), x.key.to(device), x.scaling) for x in (student, teacher))
     seen_there = [each.to(device) if isinstance(each, Tensor) else each for each in seen]
-    visibility = Visibility(segments.to(device), *seen_there)
-    settings = {"query_grad": True, "key_grad": True, "blocks": (16, 16), **options}
-    found = attention_loss(kind, student, teacher, visibility, **settings)
+    mask = AttentionMask(segments.to(device), *seen_there)
+    found = attention_loss(kind, student, teacher, mask, gradients, blocks=blocks)
     return BlockLoss(*(None if each is None else each.cpu() for each in found))
 
 
 def check(device, kind, student, teacher, mask, *seen, tolerance=1e-5, **options) -> None:
     segments = torch.tensor(mask)
     exact = [AttentionInputs(x.query.double(), x.key.double(), x.scaling) for x in (student, teacher)]
-    expected = block_loss(kind, *exact, Visibility(segments, *seen), query_grad=True, key_grad=True)
+    expected = block_loss(kind, *exact, AttentionMask(segments, *seen), {"query", "key"})
     found = run(device, kind, spoiled(student, segments), spoiled(teacher, segments), segments, *seen, **options)
     assert found.sum.item() == pytest.approx(expected.sum.item(), rel=tolerance)
     for result, reference, source in (
@@ -96,7 +96,7 @@ def test_one_tensor_on_both_sides_gets_both_shares_of_the_gradient(device: torch
     one, two = AttentionInputs(query, query, 0.5), AttentionInputs(query, query.clone(), 0.5)
     segments = torch.tensor(PACKED)
     apart = run(device, "teacher_student", two, teacher, segments, False, None)
-    together = run(device, "teacher_student", one, teacher, segments, False, None, key_grad=False)
+    together = run(device, "teacher_student", one, teacher, segments, False, None, gradients={"query"})
     assert torch.equal(together.sum, apart.sum)
     assert torch.equal(together.query_grad, apart.query_grad + apart.key_grad)
     assert together.key_grad is None
@@ -105,11 +105,11 @@ def test_one_tensor_on_both_sides_gets_both_shares_of_the_gradient(device: torch
 def test_only_what_is_asked_for_and_no_sequences(device: torch.device) -> None:
     given = device, "student_teacher", make(0, 1, 1, 1, 8), make(1, 1, 1, 1, 8), torch.ones(1, TOKENS), True, None
     whole = run(*given)
-    for query, key in ((False, False), (True, False), (False, True)):
-        found = run(*given, query_grad=query, key_grad=key)
+    for gradients in ((), ("query",), ("key",)):
+        found = run(*given, gradients=gradients)
         assert torch.equal(found.sum, whole.sum)
-        assert torch.equal(found.query_grad, whole.query_grad) if query else found.query_grad is None
-        assert torch.equal(found.key_grad, whole.key_grad) if key else found.key_grad is None
+        assert torch.equal(found.query_grad, whole.query_grad) if "query" in gradients else found.query_grad is None
+        assert torch.equal(found.key_grad, whole.key_grad) if "key" in gradients else found.key_grad is None
     none = make(0, 0, 2, 1, 8)
     found = run(device, "student_teacher", none, none, torch.ones(0, TOKENS), True, None)
     assert found.sum.item() == 0

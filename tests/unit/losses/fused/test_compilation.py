@@ -8,8 +8,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from llmdistill.attention_mask import AttentionMask
 from llmdistill.losses.divergence import FORWARD_KL, TOTAL_VARIATION, jsd_with_derivative
-from llmdistill.losses.fused.blocks import AttentionInputs, Visibility
+from llmdistill.losses.fused.blocks import AttentionInputs
 from llmdistill.losses.fused.triton_attention import attention_loss
 from llmdistill.losses.fused.triton_features import squared_error
 from llmdistill.losses.fused.triton_head import chunk_losses
@@ -52,8 +53,8 @@ def test_head(compiled):
 def test_attention(compiled):
     query, key = torch.zeros(1, 4, 40, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16)
     student, teacher = AttentionInputs(query, key, 0.125), AttentionInputs(query[..., :32], key[..., :32], 0.25)
-    visibility = Visibility(torch.ones(1, 40), True, 8, torch.ones(1, 40))
-    attention_loss("student_teacher", student, teacher, visibility, query_grad=True, key_grad=True)
+    mask = AttentionMask(torch.ones(1, 40), True, 8, torch.ones(1, 40))
+    attention_loss("student_teacher", student, teacher, mask, {"query", "key"})
     assert [kernel.name for kernel in compiled] == ["row_values", "query_gradient", "key_gradient"]
     assert max(kernel.metadata.shared for kernel in compiled) <= 160 * 1024  # an A100's share for a block is 163 KB
 
