@@ -1,4 +1,4 @@
-"""What other packages add: methods, tasks and teachers of their own, which they name as entry points."""
+"""What other packages add: methods, divergences, tasks and teachers of their own, which they name as entry points."""
 
 from __future__ import annotations
 

@@ -1,17 +1,23 @@
-"""Divergences between the output distributions of teacher T and student S, in fp32 log space."""
+"""Divergences between the output distributions of teacher T and student S, in fp32 log space.
+
+A new divergence is a function, an entry in DIVERGENCES, and a naive formula in its test. The settings, the methods,
+the fused LM head, comparisons and the table in the docs follow from the entry.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmdistill.batch import IGNORE_INDEX, LossSum, predicted_labels
 from llmdistill.errors import UserError
+from llmdistill.plugins import loaded
+
+if TYPE_CHECKING:  # settings are checked against DIVERGENCES, and a command line is parsed without torch
+    from torch import Tensor
 
 LOG_FLOOR = -1e5
 """Smallest log-probability: its exp is 0 in fp32, but it is finite. It replaces -inf for a token whose logit is -inf,
@@ -99,6 +105,8 @@ def divergence_by_autograd(value: Callable[[Tensor, Tensor], Tensor]) -> Diverge
         return rows_N
 
     def derivative(log_p: Tensor, log_q: Tensor) -> Tensor:
+        import torch
+
         with torch.enable_grad():
             variable = log_q.detach().requires_grad_()
             return torch.autograd.grad(checked(log_p, variable).sum(), variable)[0]
@@ -122,11 +130,13 @@ def log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_q[:, 0] - log_p[:, 0]
 
 
-LOG_RATIO = Divergence(
-    log_ratio,
-    lambda log_p, log_q: torch.stack([log_ratio(log_p, log_q), torch.zeros_like(log_q[:, 0])], dim=1),
-    of_labels=True,
-)
+def _policy_gradient(log_p: Tensor, log_q: Tensor) -> Tensor:
+    import torch
+
+    return torch.stack([log_ratio(log_p, log_q), torch.zeros_like(log_q[:, 0])], dim=1)
+
+
+LOG_RATIO = Divergence(log_ratio, _policy_gradient, of_labels=True)
 """KL(S‖T) by the tokens that the student has sampled alone. Instead of the derivative of the value, which is 1 for
 every label, it has that of KL(S‖T) as the policy gradient estimates it: (log q - log p) ∂ log q at the label. Its mean
 over samples is the gradient of `reverse_kl` (REINFORCE; on-policy distillation of Thinking Machines, 2025)."""
@@ -158,6 +168,45 @@ def skew_reverse_kl_with_derivative(alpha: float) -> Divergence:
         return log_q.exp() * (log_ratio + 1 - alpha * log_ratio.exp())
 
     return Divergence(partial(skew_reverse_kl, alpha=alpha), derivative, "skew_reverse_kl", alpha)
+
+
+@dataclass(frozen=True)
+class DivergenceEntry:
+    """A divergence that a user can choose by its name."""
+
+    formula: str
+    """Its formula or name, for the docs."""
+    build: Callable[[Any], Divergence]
+    """Makes the divergence from the settings of `kd`, of which a mixture takes its share."""
+    preset: str | None = None
+    """The name of `kd` with this divergence in comparisons; None if it has none of its own."""
+    label: str = ""
+    """The name of that preset in reports."""
+
+
+DIVERGENCES: dict[str, DivergenceEntry] = {
+    "forward_kl": DivergenceEntry("KL(teacher ‖ student)", lambda kd: FORWARD_KL),
+    "reverse_kl": DivergenceEntry("KL(student ‖ teacher)", lambda kd: REVERSE_KL, "reverse_kl", "reverse KL"),
+    "jsd": DivergenceEntry(
+        "generalized Jensen-Shannon divergence (GKD's β)", lambda kd: jsd_with_derivative(kd.beta), "jsd", "JSD"
+    ),
+    "skew_forward_kl": DivergenceEntry(
+        "skewed forward KL (DistiLLM's α)",
+        lambda kd: skew_forward_kl_with_derivative(kd.alpha),
+        "skew_kl",
+        "skew KL",
+    ),
+    "skew_reverse_kl": DivergenceEntry(
+        "skewed reverse KL (DistiLLM's α)",
+        lambda kd: skew_reverse_kl_with_derivative(kd.alpha),
+        "skew_reverse_kl",
+        "skew reverse KL",
+    ),
+    "tvd": DivergenceEntry("total variation distance", lambda kd: TOTAL_VARIATION, "tvd", "TVD"),
+    "log_ratio": DivergenceEntry("log q - log p of the sampled token", lambda kd: LOG_RATIO),
+}
+"""The divergences by the name that users type as `kd.divergence`, which is also the name of the term in the log."""
+DIVERGENCES |= loaded("llmdistill.divergences", DIVERGENCES)
 
 
 def output_divergence(
@@ -192,6 +241,8 @@ def output_divergence(
 
 def _gather_rows(logits: Tensor, chosen_BT: Tensor) -> Tensor:
     """Return the chosen rows, (N, V), at least fp32."""
+    import torch
+
     # Gather before the cast, because V is large and most rows drop out.
     rows_NV = logits[chosen_BT]
     return rows_NV.to(torch.promote_types(rows_NV.dtype, torch.float32))
@@ -205,4 +256,4 @@ def log_softmax(logits_NV: Tensor) -> Tensor:
 def _log_mix(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:
     """Compute log(share · a + (1-share) · b)."""
     # In log space: exp of both and the log of their sum would underflow to -inf for unlikely tokens.
-    return torch.logaddexp(log_a + math.log(share), log_b + math.log1p(-share))
+    return (log_a + math.log(share)).logaddexp(log_b + math.log1p(-share))

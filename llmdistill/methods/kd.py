@@ -23,12 +23,11 @@ _RATIO = takes(lambda value: 0 < value <= 1, "give a number over 0 and up to 1 (
 class KdConfig:
     """Distillation of the output for each token: a divergence to the teacher plus the cross-entropy on the labels."""
 
-    divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd", "log_ratio"] = (
-        "forward_kl"
-    )
-    """forward_kl: KL(T||S), the usual one; reverse_kl: KL(S||T); jsd: GKD's generalized Jensen-Shannon; skew_*:
-    DistiLLM's, against a mixture; tvd: total variation distance; log_ratio: reverse_kl by nothing but the tokens
-    that the student has sampled (a policy gradient), with data.on_policy; on given answers it is reverse_kl."""
+    divergence: str = "forward_kl"
+    """forward_kl: KL(T||S), the usual one; reverse_kl: KL(S||T); jsd: GKD's generalized Jensen-Shannon;
+    skew_forward_kl, skew_reverse_kl: DistiLLM's, against a mixture; tvd: total variation distance; log_ratio:
+    reverse_kl by nothing but the tokens that the student has sampled (a policy gradient), with data.on_policy; on given
+    answers it is reverse_kl."""
     beta: float = field(default=0.5, metadata=_MIXED)
     """Share of the teacher in the mixture of jsd, between 0 and 1."""
     alpha: float = field(default=0.1, metadata=_MIXED)
@@ -46,19 +45,11 @@ class KdConfig:
     """Tokens of an encoder at which the divergence is computed: the masked ones, as in MiniLM's MLM-KD (§4.2.2), or all
     real tokens. A decoder's are always those of the answers."""
 
-
-def divergence_of(settings: KdConfig) -> losses.Divergence:
-    """Return the chosen divergence between the teacher's and the student's log-probabilities."""
-    divergences = {
-        "forward_kl": losses.FORWARD_KL,
-        "reverse_kl": losses.REVERSE_KL,
-        "jsd": losses.jsd_with_derivative(settings.beta),
-        "skew_forward_kl": losses.skew_forward_kl_with_derivative(settings.alpha),
-        "skew_reverse_kl": losses.skew_reverse_kl_with_derivative(settings.alpha),
-        "tvd": losses.TOTAL_VARIATION,
-        "log_ratio": losses.LOG_RATIO,
-    }
-    return divergences[settings.divergence]
+    def __post_init__(self) -> None:
+        """Raises ValueError for a divergence that DIVERGENCES does not have."""
+        if self.divergence not in losses.DIVERGENCES:
+            names = ", ".join(losses.DIVERGENCES)
+            raise ValueError(f"kd.divergence is {self.divergence}: give one of {names}")
 
 
 def build_kd(
@@ -76,7 +67,7 @@ def build_kd(
         settings.divergence,
         settings.ratio,
         objective,
-        divergence=divergence_of(settings),
+        divergence=losses.DIVERGENCES[settings.divergence].build(settings),
         temperature=settings.temperature,
         positions=positions_of(settings.positions, causal=causal),
         spans=settings.spans,
@@ -107,11 +98,11 @@ KD = MethodEntry(
     other_tokens=True,
     grid={"kd.ratio": [0.5, 1.0]},
     presets={
-        "reverse_kl": Preset(label="reverse KL", settings={"kd.divergence": "reverse_kl"}),
-        "jsd": Preset(label="JSD", settings={"kd.divergence": "jsd"}),
-        "skew_kl": Preset(label="skew KL", settings={"kd.divergence": "skew_forward_kl"}),
-        "skew_reverse_kl": Preset(label="skew reverse KL", settings={"kd.divergence": "skew_reverse_kl"}),
-        "tvd": Preset(label="TVD", settings={"kd.divergence": "tvd"}),
+        **{
+            entry.preset: Preset(label=entry.label, settings={"kd.divergence": name})
+            for name, entry in losses.DIVERGENCES.items()
+            if entry.preset is not None
+        },
         "gkd": Preset(
             label="GKD", settings={"kd.divergence": "jsd", "kd.ratio": 1.0}, grid={"data.on_policy": [0.25, 0.5]}
         ),

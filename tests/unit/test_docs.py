@@ -29,6 +29,7 @@ from llmdistill.commands import cache as cache_command
 from llmdistill.commands import compare
 from llmdistill.commands.published_table import configs_of
 from llmdistill.config.command_line import build, parse_own, parse_run, recipe_names, run_parser
+from llmdistill.losses import DIVERGENCES
 from llmdistill.methods import METHODS
 from llmdistill.papers.table_study import rows_to_run
 from llmdistill.report.paper import load_table, table_names
@@ -204,6 +205,10 @@ def test_readme_leads_to_every_page():
 def test_pages_name_every_method_and_recipe():
     methods = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
     assert [name for name in METHODS if f"`{name}`" not in methods] == []
+    for name, entry in DIVERGENCES.items():
+        assert f"`{name}`" in methods or f"--kd.divergence {name}" in methods or name == "forward_kl"
+        if entry.preset is not None:
+            assert f"| `{entry.preset}` | {entry.formula} | `--method kd --kd.divergence {name}" in methods
     recipes = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     plain = [name for name in recipe_names() if "/" not in name]
     assert [name for name in plain if f"`{name}`" not in recipes] == []

@@ -15,7 +15,9 @@ import torch
 
 from llmdistill.config import TeacherConfig
 from llmdistill.errors import FieldError, UserError
+from llmdistill.losses import DIVERGENCES
 from llmdistill.methods import METHODS
+from llmdistill.methods.kd import KdConfig
 from llmdistill.models.families import FAMILIES
 from llmdistill.models.forms import FORMS
 from llmdistill.step.taps import Recorder
@@ -56,18 +58,18 @@ def script(monkeypatch):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder of a user's own, with the page's files in it; the tables are as before afterwards."""
-    before = dict(METHODS), dict(FAMILIES), dict(TASKS), dict(GLUE_TASKS), dict(TEACHERS)
+    before = dict(METHODS), dict(DIVERGENCES), dict(FAMILIES), dict(TASKS), dict(GLUE_TASKS), dict(TEACHERS)
     forms = len(FORMS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for code in re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         (tmp_path / code.split()[1]).write_text(code, encoding="utf-8")
     yield tmp_path
-    for table, entries in zip((METHODS, FAMILIES, TASKS, GLUE_TASKS, TEACHERS), before, strict=True):
+    for table, entries in zip((METHODS, DIVERGENCES, FAMILIES, TASKS, GLUE_TASKS, TEACHERS), before, strict=True):
         table.clear()
         table.update(entries)
     del FORMS[forms:]
-    for name in ("mine", "olmo3", "parity", "pruned", "wise"):
+    for name in ("hellinger", "mine", "olmo3", "parity", "pruned", "wise"):
         sys.modules.pop(name, None)
 
 
@@ -90,6 +92,20 @@ def test_a_method_of_ones_own_in_a_run():
     for row in history:
         assert row["loss"] == pytest.approx(2 * row["last"] + row["label"], rel=1e-4)
     assert history[-1]["last"] < history[0]["last"]
+
+
+def test_a_divergence_of_ones_own_is_chosen_by_its_name():
+    names = run_block("A divergence")
+    history = names["result"].history
+    assert len(history) == 10
+    for row in history:
+        assert row["loss"] == pytest.approx(0.5 * row["hellinger"] + 0.5 * row["label"], rel=1e-4)
+    assert history[-1]["hellinger"] < history[0]["hellinger"]
+    log_p, log_q = torch.randn(2, 3, 5).log_softmax(-1)
+    value = DIVERGENCES["hellinger"].build(METHODS["kd"].defaults()).value(log_p, log_q)
+    torch.testing.assert_close(value, 0.5 * (log_p.mul(0.5).exp() - log_q.mul(0.5).exp()).square().sum(-1))
+    with pytest.raises(ValueError, match=r"kd\.divergence is helinger: give one of .*log_ratio, hellinger"):
+        KdConfig(divergence="helinger")
 
 
 def test_a_teacher_of_ones_own_is_learned_from(capfd):
@@ -154,7 +170,7 @@ def test_a_task_of_ones_own_is_an_ordinary_run(script, folder):
     assert (folder / "runs/parity/student/config.json").is_file()
 
 
-def test_a_package_makes_its_methods_tasks_and_teachers_known_by_entry_points(folder):
+def test_a_package_makes_its_methods_divergences_tasks_and_teachers_known_by_entry_points(folder):
     """In each process, also those that a comparison starts; the package's own names keep their meaning."""
     (folder / "mine.py").write_text(
         (folder / "mine.py").read_text(encoding="utf-8") + "\n\nLAST = METHODS.pop('last')\n"
@@ -164,12 +180,14 @@ def test_a_package_makes_its_methods_tasks_and_teachers_known_by_entry_points(fo
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[llmdistill.methods]\nlast = mine:LAST\nkd = mine:LAST\nlost = nowhere:X\n"
+        "[llmdistill.divergences]\nhellinger = hellinger:HELLINGER\njsd = hellinger:HELLINGER\n"
         "[llmdistill.teachers]\nwise = wise:WISE\nserver = wise:WISE\n"
         "[llmdistill.tasks]\nparity = parity:Parity\nRTE = parity:Parity\n"
     )
     code = (
         "from llmdistill.methods import METHODS\nfrom llmdistill.tasks import TASKS, is_task\n"
         "print(METHODS['last'].label, METHODS['kd'].settings.__name__, 'lost' in METHODS)\n"
+        "from llmdistill.losses import DIVERGENCES\nprint(DIVERGENCES['hellinger'].formula, DIVERGENCES['jsd'].label)\n"
         "print(TASKS['parity'], is_task('PARITY'), TASKS['rte'])\n"
         "from llmdistill.config import TeacherConfig\nfrom llmdistill.training.sources import TEACHERS, source_of\n"
         "print([*TEACHERS], type(source_of(TeacherConfig(source='wise'))).__name__)"
@@ -180,9 +198,11 @@ def test_a_package_makes_its_methods_tasks_and_teachers_known_by_entry_points(fo
     )
     assert run.stdout.splitlines() == [
         "last layer KdConfig False",
+        "1 - Σ √(p q) JSD",
         "parity:Parity True llmdistill.tasks.glue:Glue",
         "['wise'] WiseSource",
     ]
     assert "kd is a name of llmdistill's own" in run.stderr
+    assert "jsd is a name of llmdistill's own" in run.stderr
     assert "server is a name of llmdistill's own" in run.stderr
     assert "nowhere:X of llmdistill.methods is left out: ModuleNotFoundError" in run.stderr

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from llmdistill.errors import UserError
 from llmdistill.losses import divergence as module
-from llmdistill.methods.kd import KdConfig, divergence_of
+from llmdistill.methods.kd import KdConfig
 
-NAMES = ["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"]
+NAMES = [name for name in module.DIVERGENCES if name != "log_ratio"]  # compares two classes, not whole rows
 SETTINGS = [
     *(KdConfig(divergence=name) for name in NAMES),
     *(KdConfig(divergence="jsd", beta=beta) for beta in (0.1, 0.9)),
@@ -47,7 +47,7 @@ def naive(settings: KdConfig, p: np.ndarray, q: np.ndarray) -> float:
 
 
 def loss_of(settings: KdConfig, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    divergence = divergence_of(settings).value
+    divergence = module.DIVERGENCES[settings.divergence].build(settings).value
     return module.output_divergence(student, teacher, LABELS, divergence=divergence, temperature=temperature).sum
 
 
