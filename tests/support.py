@@ -214,8 +214,6 @@ def train_loader(
     *,
     collate: Callable[..., Any] | None = None,
     pad_token_id: int = 0,
-    bucket_steps: int = 1,
-    spread: bool = False,
     **share: int,
 ) -> TrainLoader:
     """A loader of examples in memory, by default of prompts with responses."""
@@ -223,7 +221,7 @@ def train_loader(
     from llmdistill.data.sampler import Share, TrainLoader
 
     make = partial(collate or module.collate, pad_token_id=pad_token_id)
-    return TrainLoader(items, Share(**share), make, bucket_steps=bucket_steps, spread=spread)
+    return TrainLoader(items, Share(**share), make)
 
 
 def check_steps(made: Callable[[int], Any]) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,9 +15,6 @@ from llmdistill.data.collate import sample_id
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.masking import vocabulary_mask
 from llmdistill.errors import UserError
-
-Objective = Literal["next", "masked"]
-"""The prediction task on a text: each next token (decoders), or masked tokens (encoders)."""
 
 _SHORTEST = 8
 """A rest of the text with fewer tokens is dropped."""
@@ -49,21 +45,21 @@ class TextSequence:
 
 
 def lay_out(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, objective: Objective, max_length: int, pairs: bool
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_length: int, *, masked: bool, pairs: bool
 ) -> Packed | Pairs:
     """Build the layout of sequences of up to max_length tokens, including the tokenizer's special tokens.
 
-    For "next" the documents follow one another with the end token between them, and each sequence begins with the
-    tokenizer's `begin_tokens`, which are no labels. For "masked" the separator is between the documents, and each
-    sequence has the start token before it and the separator after it; with pairs each sequence is two segments. The
-    rest of the text makes a shorter sequence; a rest of less than 8 tokens is dropped.
+    For decoders the documents follow one another with the end token between them, and each sequence begins with the
+    tokenizer's `begin_tokens`, which are no labels. For encoders, whose tokens are `masked`, the separator is between
+    the documents, and each sequence has the start token before it and the separator after it; with pairs each sequence
+    is two segments. The rest of the text makes a shorter sequence; a rest of less than 8 tokens is dropped.
 
     Raises:
-        UserError: the text is too short, or the tokenizer lacks a token that the objective needs.
+        UserError: the text is too short, or the tokenizer lacks a token that decoders or encoders need.
     """
     assert max_length >= _SHORTEST
     name = type(tokenizer).__name__
-    if objective == "next":
+    if not masked:
         assert not pairs, "a decoder learns each next token"
         ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
         between = next((token for token in ends if token is not None), None)

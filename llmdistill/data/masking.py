@@ -38,7 +38,7 @@ class Masking:
     """From the function `word_starts`, to choose whole words; None chooses single tokens."""
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, mask_share: float, *, whole_words: bool = False) -> Masking:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, mask_share: float = 0.15, *, whole_words: bool = False) -> Masking:
         """Make the masking with a tokenizer's own tokens. Raises UserError as `word_starts` does."""
         mask: Any = tokenizer.mask_token_id
         vocabulary = np.flatnonzero(vocabulary_mask(tokenizer, lambda _: True) & ~special_mask(tokenizer))

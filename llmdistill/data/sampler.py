@@ -119,7 +119,7 @@ def bucket(
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """This rank's share of the batches."""
+    """This rank's share of the batches, and how the examples of a step are chosen and dealt out."""
 
     seed: int
     """The seed of the order."""
@@ -128,18 +128,21 @@ class Share:
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
+    bucket_steps: int = 1
+    """The examples of so many successive steps are sorted by length together; see `bucket`."""
+    spread: bool = False
+    """Deal the examples of a step out in turn, so that every micro batch has short and long ones and all micro batches
+    have about the same number of tokens, which suits packing."""
 
-    def micro_batches(self, batch: Sequence[Element], *, spread: bool = False) -> list[list[Element]]:
+    def micro_batches(self, batch: Sequence[Element]) -> list[list[Element]]:
         """Return this rank's micro batches of a global batch, in order.
 
-        Neighbors in the global batch are in the same micro batch, and the micro batches of all ranks at one
-        accumulation step are neighbors, so with a sorted batch the ranks have about the same work. With `spread` the
-        examples are dealt out in turn instead, so that every micro batch has short and long examples and all micro
-        batches have about the same number of tokens, which suits packing.
+        Unless `spread`, neighbors in the global batch are in the same micro batch, and the micro batches of all ranks
+        at one accumulation step are neighbors, so with a sorted batch the ranks have about the same work.
         """
         size, stride = self.micro_batch_size, self.micro_batch_size * self.world_size
         assert len(batch) % stride == 0, "the global batch does not divide into micro batches and ranks"
-        if spread:
+        if self.spread:
             parts = len(batch) // size
             return [list(batch[part::parts]) for part in range(self.rank, parts, self.world_size)]
         return [list(batch[start : start + size]) for start in range(self.rank * size, len(batch), stride)]
@@ -151,11 +154,9 @@ class StepLoader(ABC, Generic[Element]):
     The order depends on the seed and the step, not on ranks or micro batches, so a resumed run needs only the step.
     """
 
-    def __init__(self, share: Share, collate: Callable[[list[Element]], Batch], *, spread: bool = False) -> None:
-        """Store the settings; `spread` is that of `Share.micro_batches`."""
+    def __init__(self, share: Share, collate: Callable[[list[Element]], Batch]) -> None:
         self.share = share
         self.collate = collate
-        self.spread = spread
 
     @abstractmethod
     def global_batch(self, step: int) -> list[Any]:
@@ -163,7 +164,7 @@ class StepLoader(ABC, Generic[Element]):
 
     def micro_batch_items(self, step: int) -> list[list[Element]]:
         """Return the examples of each of this rank's micro batches of a step, in order."""
-        return self.share.micro_batches(self.global_batch(step), spread=self.spread)
+        return self.share.micro_batches(self.global_batch(step))
 
     def micro_batches(self, step: int) -> list[Batch]:
         """Return this rank's micro batches of a step, each (B, T) with B = micro_batch_size, fewer rows if packed."""
@@ -179,19 +180,17 @@ class TrainLoader(StepLoader[Item]):
         share: Share,
         collate: Callable[[list[Item]], Batch],
         *,
-        bucket_steps: int = 1,
-        spread: bool = False,
         mixture: Mixture | None = None,
     ) -> None:
         """Store the examples; batches are made only when they are requested, and only this rank's examples are read.
 
-        The examples of `bucket_steps` successive steps are sorted by length together, see `bucket`; it is reduced for a
-        small data set. Mapped examples tell their numbers of tokens by a method `length`; those of others are measured.
+        The share's `bucket_steps` are reduced for a small data set. Mapped examples tell their numbers of tokens by a
+        method `length`; those of others are measured.
         """
-        super().__init__(share, collate, spread=spread)
+        super().__init__(share, collate)
         self.items = items
         self.mixture = mixture
-        self.bucket_steps = max(1, min(bucket_steps, len(items) // (_SMALLEST_SHARE * share.global_batch_size)))
+        self.bucket_steps = max(1, min(share.bucket_steps, len(items) // (_SMALLEST_SHARE * share.global_batch_size)))
         self._length = getattr(items, "length", lambda index: len(items[index]))
 
     def global_batch(self, step: int) -> list[int]:
@@ -206,7 +205,7 @@ class TrainLoader(StepLoader[Item]):
         return bucket(window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps, length=self._length)
 
     def micro_batch_items(self, step: int) -> list[list[Item]]:
-        indices = self.share.micro_batches(self.global_batch(step), spread=self.spread)
+        indices = self.share.micro_batches(self.global_batch(step))
         return [[self.items[index] for index in part] for part in indices]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -57,6 +58,28 @@ def check_stream(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limi
     encode([first], tokenizer, limits, may_be_empty=True)
 
 
+@dataclass(frozen=True)
+class ExampleStream:
+    """The examples of a set, which is read and shuffled epoch after epoch; only a buffer of them is in memory."""
+
+    reference: str | Path
+    seed: int
+    shuffle_buffer: int
+
+    def walk(self, left_out: Counter[str]) -> Iterator[tuple[int, Example]]:
+        """Yield every example with its epoch, without end; `left_out` is that of `parse_rows`."""
+        for epoch in count():
+            is_empty = True
+            rng = np.random.default_rng((self.seed, epoch))
+            examples = parse_rows(open_rows(self.reference, streaming=True), left_out)
+            # Texts are shuffled, not tokens, because texts are smaller; each text is tokenized when its turn comes.
+            for example in shuffled(examples, self.shuffle_buffer, rng):
+                is_empty = False
+                yield epoch, example
+            if is_empty:
+                raise no_example(self.reference, left_out)
+
+
 class _Part(NamedTuple):
     """What rank 0 sends each rank of a block of the stream."""
 
@@ -87,27 +110,19 @@ class StreamLoader(StepLoader[Encoded]):
 
     def __init__(
         self,
-        reference: str | Path,
+        examples: ExampleStream,
         tokenizer: PreTrainedTokenizerBase,
         limits: Limits,
         share: Share,
         collate: Callable[[list[Encoded]], Batch],
         *,
-        shuffle_buffer: int,
-        bucket_steps: int = 1,
-        spread: bool = False,
         exchange: Exchange = ALONE,
     ) -> None:
-        """Store the settings; bucket_steps and spread are those of TrainLoader.
-
-        With an exchange, all its ranks must ask for the same steps in the same order.
-        """
-        super().__init__(share, collate, spread=spread)
-        self.reference = reference
+        """Store the settings. With an exchange, all its ranks must ask for the same steps in the same order."""
+        super().__init__(share, collate)
+        self.examples = examples
         self.tokenizer = tokenizer
         self.limits = limits
-        self.shuffle_buffer = shuffle_buffer
-        self.bucket_steps = bucket_steps
         self.exchange = exchange
         self._restart()
 
@@ -118,10 +133,10 @@ class StreamLoader(StepLoader[Encoded]):
             UserError: before this step is reached, a row is malformed or, if data.long_prompts is "error", a prompt is
                 over the limit; or no prompt of the set is within the limit.
         """
-        number = step // self.bucket_steps
+        number = step // self.share.bucket_steps
         if number < self._number:
             self._restart()
-        size = self.bucket_steps * self.share.global_batch_size
+        size = self.share.bucket_steps * self.share.global_batch_size
         try:
             while self._number < number:
                 window = list[Encoded]()
@@ -134,39 +149,26 @@ class StreamLoader(StepLoader[Encoded]):
             # A generator that has failed ends silently when it is used again.
             self._restart()
             raise
-        return bucket(self._window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps)
+        return bucket(self._window, seed=self.share.seed, step=step, bucket_steps=self.share.bucket_steps)
 
     def report(self) -> str:
         """Report the source of the examples, and how many were dropped or cut up to the last requested step."""
-        counts = self.counts
+        counts, examples = self.counts, self.examples
         return (
-            f"streamed from {self.reference}, shuffled among {self.shuffle_buffer} examples; so far {counts.dropped} "
-            f"dropped for a long prompt, {counts.truncated_prompts} prompts and {counts.truncated_responses} responses "
-            f"truncated.{describe_left_out(self.left_out)}"
+            f"streamed from {examples.reference}, shuffled among {examples.shuffle_buffer} examples; so far "
+            f"{counts.dropped} dropped for a long prompt, {counts.truncated_prompts} prompts and "
+            f"{counts.truncated_responses} responses truncated.{describe_left_out(self.left_out)}"
         )
 
     def _restart(self) -> None:
-        self._walk = self._iterate_examples()
+        self.counts, self.left_out = EncodedCounts(), Counter[str]()
+        self._walk = self.examples.walk(self.left_out)
         self._number, self._window = -1, list[Encoded]()
         """The examples of the steps that are sorted together, over all ranks, and the number of this window."""
         self._epoch = self._read = self._kept = 0
         """The epoch of the last example, and how many of this epoch were read and kept so far."""
         self._unanswered: int | None = 0
         """The number of examples that were read, if none of them had an answer; None as soon as one had."""
-        self.counts, self.left_out = EncodedCounts(), Counter[str]()
-
-    def _iterate_examples(self) -> Iterator[tuple[int, Example]]:
-        """Yield every example with its epoch, epoch after epoch, without end."""
-        for epoch in count():
-            is_empty = True
-            rng = np.random.default_rng((self.share.seed, epoch))
-            examples = parse_rows(open_rows(self.reference, streaming=True), self.left_out)
-            # Texts are shuffled, not tokens, because texts are smaller; each text is tokenized when its turn comes.
-            for example in shuffled(examples, self.shuffle_buffer, rng):
-                is_empty = False
-                yield epoch, example
-            if is_empty:
-                raise no_example(self.reference, self.left_out)
 
     def _next_block(self, size: int) -> list[Encoded]:
         """Read `size` examples of the stream, and return those that the limits leave."""
@@ -203,7 +205,7 @@ class StreamLoader(StepLoader[Encoded]):
             read = self._unanswered + len(block)
             self._unanswered = read if all_empty([example for _, example in block]) else None
             if self._unanswered is not None and read >= _TOO_MANY_EMPTY:
-                return [str(no_answer(self.reference, read, which="the first"))] * ranks
+                return [str(no_answer(self.examples.reference, read, which="the first"))] * ranks
         epochs = [epoch for epoch, _ in block]
         return [_Part(epochs, [example for _, example in block[rank::ranks]]) for rank in range(ranks)]
 

@@ -81,6 +81,8 @@ class Marks:
     padding: int
     has_segments: bool
     """Whether the model reads segment ids."""
+    unwritten: tuple[int, ...] = ()
+    """The special tokens that are never in a text: all but the end, because no other one is ever a label."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Marks:
@@ -94,7 +96,8 @@ class Marks:
             )
         ids: list[Any] = [getattr(tokenizer, f"{name}_id") for name in names]
         start, end, mask, padding = ids
-        return cls(start, end, mask, padding, "token_type_ids" in tokenizer.model_input_names)
+        unwritten = tuple(token for token in tokenizer.all_special_ids if token != end)
+        return cls(start, end, mask, padding, "token_type_ids" in tokenizer.model_input_names, unwritten)
 
 
 def encode_targets(

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import padded, padding_mask
 from llmdistill.data.corpus import Corpus
-from llmdistill.data.layouts import Objective, TextSequence, lay_out
+from llmdistill.data.layouts import TextSequence, lay_out
 from llmdistill.data.masking import Masking, special_mask
 from llmdistill.data.sampler import shared_out
 from llmdistill.errors import UserError
@@ -29,33 +29,31 @@ class TextSequences:
         corpus: Corpus,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        objective: Objective,
         max_length: int,
-        mask_share: float = 0.15,
-        whole_words: bool = False,
+        masking: Masking | None,
         pairs: bool = False,
         next_sentence: bool = False,
     ) -> None:
         """Find the places of the sequences; their tokens stay on disk until they are requested.
 
-        With `pairs` each sequence has two segments; with `next_sentence` it also has the target whether they follow
-        one another.
+        An encoder predicts the tokens that the `masking` chooses; without one a decoder predicts each next token. With
+        `pairs` each sequence has two segments; with `next_sentence` it also has the target whether they follow one
+        another.
 
         Raises:
-            UserError: the text is too short, or the tokenizer lacks a token that the objective needs.
+            UserError: as in `lay_out`.
         """
         self.max_length = max_length
-        self.masked = objective == "masked"
         assert pairs or not next_sentence, "only a pair has a next sentence"
         self.next_sentence = next_sentence
-        self.layout = lay_out(corpus, tokenizer, objective, max_length, pairs)
+        self.layout = lay_out(corpus, tokenizer, max_length, masked=masking is not None, pairs=pairs)
         pads = (tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id)
         self._pad_token_id = next((pad for pad in pads if pad is not None), 0)
         # A decoder has no segments, whatever its tokenizer gives: GPT-2 would add the embedding of a token for each
         # segment id.
-        self._token_types = self.masked and "token_type_ids" in tokenizer.model_input_names
+        self._token_types = masking is not None and "token_type_ids" in tokenizer.model_input_names
         self._special = special_mask(tokenizer)
-        self._masking = Masking.of(tokenizer, mask_share, whole_words=whole_words) if self.masked else None
+        self._masking = masking
 
     def __len__(self) -> int:
         return len(self.layout)

@@ -163,7 +163,6 @@ def write_targets(
     settings: WritingConfig,
     *,
     marks: Marks,
-    forbidden: Sequence[int],
     batch_size: int,
     sharded: bool,
 ) -> list[list[int]]:
@@ -175,13 +174,12 @@ def write_targets(
     Args:
         model: an encoder with its LM head.
         sources, settings, marks: what is written, how it is searched, and the special tokens.
-        forbidden: tokens that are never written.
         batch_size: sources at once on each rank; each has as many rows as there are beams.
         sharded: whether the model's forward pass needs every rank (ZeRO-3).
     """
     batches = plan_batches(sources, batch_size)
     is_forbidden = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
-    is_forbidden[list(forbidden)] = True
+    is_forbidden[list(marks.unwritten)] = True
 
     def all_ranks_done(done: bool) -> bool:
         return largest_number(int(not done)) == 0

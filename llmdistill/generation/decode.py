@@ -24,16 +24,23 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the next token is chosen, as the fields of `ResponseConfig` with these names say."""
+    """How answers are decoded, as the fields of `ResponseConfig` with these names say."""
 
     sample: bool
     """True: sample from the model's distribution. False: greedy decoding, which ignores temperature, top_p, top_k."""
+    max_prompt_length: int = 256
+    max_length: int = 512
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     no_repeat_ngram_size: int = 0
     batch_size: int = 32
     """Prompts generated at once on each rank."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The limit of an answer, which depends neither on its batch nor on the length of its prompt."""
+        return self.max_length - self.max_prompt_length  # MiniLLM pads every prompt to max_prompt_length
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,6 @@ class HuggingFaceEngine:
         tokenizer: PreTrainedTokenizerBase,
         settings: Decoding,
         *,
-        max_new_tokens: int,
         synced: bool = False,
     ) -> None:
         """Decode with a loaded model; synced: the model is sharded (ZeRO-3), so all ranks must call answer together."""
@@ -76,7 +82,7 @@ class HuggingFaceEngine:
         if settings.sample:
             sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
         self._arguments = transformers.GenerationConfig(
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=settings.max_new_tokens,
             num_beams=1,
             no_repeat_ngram_size=settings.no_repeat_ngram_size,
             eos_token_id=answer_ends(tokenizer, model.generation_config),
@@ -101,28 +107,23 @@ def generate_passes(
     prompt_ids: list[list[int]],
     settings: Decoding,
     *,
-    max_prompt_length: int,
-    max_length: int,
     seeds: Sequence[int],
     synced: bool = False,
 ) -> list[GenerationResult]:
     """Generate answers to prompts given as tokens, once with each seed; every rank must call this function.
 
-    Every answer has at most max_length - max_prompt_length tokens, so that the limit depends neither on the batch nor
-    on the length of the prompt (MiniLLM pads every prompt to max_prompt_length). The prompts are divided into batches
-    before the batches of all passes are distributed over the ranks, and each batch has its own random stream from
-    (seed, batch). Therefore one rank and several ranks generate the same texts, and one pass and several. synced: as
-    for `HuggingFaceEngine`, which restores what it changes.
+    The prompts are divided into batches before the batches of all passes are distributed over the ranks, and each batch
+    has its own random stream from (seed, batch). Therefore one rank and several ranks generate the same texts, and one
+    pass and several. synced: as for `HuggingFaceEngine`, which restores what it changes.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
     if not model.can_generate():
         raise UserError(f"{model.config.model_type} models do not generate text; give a causal language model")
-    check_context(model.config, max_length)
-    assert all(0 < len(ids) <= max_prompt_length for ids in prompt_ids)
+    check_context(model.config, settings.max_length)
+    assert all(0 < len(ids) <= settings.max_prompt_length for ids in prompt_ids)
     batches = plan_batches(prompt_ids, settings.batch_size)
-    room = max_length - max_prompt_length
-    engine = HuggingFaceEngine(model, tokenizer, settings, max_new_tokens=room, synced=synced)
+    engine = HuggingFaceEngine(model, tokenizer, settings, synced=synced)
     ends = answer_ends(tokenizer, model.generation_config)
     started = time.perf_counter()
     answers: dict[tuple[int, int], list[int]] = {}

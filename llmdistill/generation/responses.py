@@ -153,9 +153,10 @@ def _answer(job: _Job, left: list[int]) -> None:
     if not share:
         return
     settings, folder, dtype = job.settings, locate(job.teacher), TORCH_DTYPES[job.settings.dtype]
-    room = settings.max_length - settings.max_prompt_length
     decoding = Decoding(
         sample=settings.decoding == "sample",
+        max_prompt_length=settings.max_prompt_length,
+        max_length=settings.max_length,
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
@@ -164,10 +165,9 @@ def _answer(job: _Job, left: list[int]) -> None:
     engine: Engine
     if settings.engine == "hf":
         model = load_model(folder, dtype=dtype, device=World.current().device)
-        engine = HuggingFaceEngine(model, job.tokenizer, decoding, max_new_tokens=room)
+        engine = HuggingFaceEngine(model, job.tokenizer, decoding)
     else:
-        lengths = {"max_new_tokens": room, "max_length": settings.max_length}
-        engine = VllmEngine(folder, job.ends, decoding, dtype=dtype, seed=settings.seed, **lengths)
+        engine = VllmEngine(folder, job.ends, decoding, dtype=dtype, seed=settings.seed)
     answered = sum(len(batch) for batch in job.batches) - sum(len(job.batches[number]) for number in left)
     # Rank 0 alone shows the progress, so it counts the prompts of all ranks, assuming that they are about as fast.
     with Activity("Answering", len(job.prompts.ids), "prompts", done=answered) as activity:

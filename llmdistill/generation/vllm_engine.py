@@ -77,8 +77,6 @@ class VllmEngine:
         ends: Sequence[int],
         settings: Decoding,
         *,
-        max_new_tokens: int,
-        max_length: int,
         dtype: torch.dtype,
         seed: int,
     ) -> None:
@@ -91,14 +89,14 @@ class VllmEngine:
             "temperature": settings.temperature if settings.sample else 0.0,
             "top_p": settings.top_p if settings.sample else 1.0,
             "top_k": (settings.top_k or -1) if settings.sample else -1,
-            "max_tokens": max_new_tokens,
+            "max_tokens": settings.max_new_tokens,
             # These stop an answer, instead of the end tokens that vLLM reads from the model's folder.
             "stop_token_ids": list(ends),
             "ignore_eos": True,
             "skip_special_tokens": False,
             "detokenize": False,
         }
-        self._llm = _load_llm(model, dtype, max_length=max_length, seed=seed)
+        self._llm = _load_llm(model, dtype, max_length=settings.max_length, seed=seed)
 
     def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
         """See Engine; each prompt has its own random stream."""

@@ -194,8 +194,6 @@ class Writing(Benchmark):
             [item.source_ids for item in self.encoded[name][:limit]],
             self.settings,
             marks=Marks.of(self.tokenizer),
-            # A text ends with the separator; no other special token is ever a label.
-            forbidden=[each for each in self.tokenizer.all_special_ids if each != Marks.of(self.tokenizer).end],
             batch_size=self.batch_size,
             sharded=scored.sharded,
         )

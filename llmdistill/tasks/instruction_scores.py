@@ -83,6 +83,8 @@ def score_sets(
     seeds, scores = _list_passes(settings), {}
     decoding = Decoding(
         sample=settings.decoding == "sample",
+        max_prompt_length=limits.max_prompt_length,
+        max_length=limits.max_length,
         no_repeat_ngram_size=settings.no_repeat_ngram_size,
         batch_size=settings.batch_size,
     )
@@ -100,8 +102,6 @@ def score_sets(
                 tokenizer,
                 prompts.ids,
                 decoding,
-                max_prompt_length=limits.max_prompt_length,
-                max_length=limits.max_length,
                 seeds=[seeds[label] for label in labels],
                 synced=synced,
             )

@@ -24,7 +24,7 @@ from llmdistill.data.sampler import Mixture, Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import check_rows, read_examples
 from llmdistill.data.store import Joined, MappedItems
 from llmdistill.data.stored_examples import StoredExamples, open_examples, store_examples
-from llmdistill.data.stream import StreamLoader, check_stream
+from llmdistill.data.stream import ExampleStream, StreamLoader, check_stream
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import json_lines
@@ -226,19 +226,17 @@ class Instructions(Task):
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
         data = self.config.data
-        arrange: dict[str, Any] = {"bucket_steps": 1 if data.packing else data.bucket_steps, "spread": data.packing}
+        share = replace(share, bucket_steps=1 if data.packing else data.bucket_steps, spread=data.packing)
         if not data.streaming:
             assert self.train is not None, "the examples are not prepared yet"
-            return TrainLoader(self.train, share, self._collate, mixture=self.mixture, **arrange)
+            return TrainLoader(self.train, share, self._collate, mixture=self.mixture)
         return StreamLoader(
-            data.train,
+            ExampleStream(data.train, share.seed, data.shuffle_buffer),
             self.tokenizer,
             self.limits,
             share,
             self._collate,
-            shuffle_buffer=data.shuffle_buffer,
             exchange=Exchange.of_all_ranks(CONTROL_TIMEOUT) if share.world_size > 1 else ALONE,
-            **arrange,
         )
 
     def _collate(self, items: Sequence[Encoded]) -> Batch:

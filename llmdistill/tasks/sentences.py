@@ -177,7 +177,7 @@ class Sentences(StoredTask):
         def collate(rows: Sequence[Sequence[EncodedPair]]) -> Batch:
             return self.collate(list(chain.from_iterable(rows)))
 
-        return TrainLoader(rows, share, collate, bucket_steps=self.config.data.bucket_steps)
+        return TrainLoader(rows, replace(share, bucket_steps=self.config.data.bucket_steps), collate)
 
     def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
         """See Task: the sentences one by one, and those of the validation set, on which the loss is measured."""

@@ -16,6 +16,7 @@ from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, RunConfig
 from llmdistill.data.begin import begin_tokens
 from llmdistill.data.corpus import Corpus, open_corpus, store_corpus
+from llmdistill.data.masking import Masking
 from llmdistill.data.references import parts_of, text_files
 from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.sources import Data, open_rows, write_rows
@@ -230,13 +231,14 @@ class Text(Task):
         )
 
     def _make_sequences(self, corpus: Corpus) -> TextSequences:
+        settings, masking = self.config.data.text, None
+        if not self.models.causal:
+            masking = Masking.of(self.tokenizer, settings.mask_share, whole_words=settings.whole_words)
         return TextSequences(
             corpus,
             self.tokenizer,
-            objective="next" if self.models.causal else "masked",
             max_length=self.config.data.max_length,
-            mask_share=self.config.data.text.mask_share,
-            whole_words=self.config.data.text.whole_words,
+            masking=masking,
             pairs=self.pairs,
             next_sentence=self.next_sentence,
         )
@@ -321,7 +323,7 @@ def score_masked(
         # Through the same store as training, so that masking and cutting are the same code; it lives as long as the
         # block.
         corpus = open_corpus(store_corpus(reference, tokenizer, cache_dir=folder))
-        sequences = TextSequences(corpus, tokenizer, objective="masked", max_length=max_length)
+        sequences = TextSequences(corpus, tokenizer, max_length=max_length, masking=Masking.of(tokenizer))
         for batch in validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size):
             loss_sum, labels = loss_of(batch)
             total += loss_sum

@@ -33,7 +33,7 @@ from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import read_examples
 from llmdistill.data.stored_examples import open_examples, store_examples
-from llmdistill.data.stream import StreamLoader
+from llmdistill.data.stream import ExampleStream, StreamLoader
 from llmdistill.embedded import locate
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.devices import give_back_memory
@@ -97,7 +97,8 @@ def build(row: dict[str, Any], _device: torch.device) -> Work:
     )
     make_batch = partial(collate, pad_token_id=0)
     exchange = Exchange.of_all_ranks(CONTROL_TIMEOUT)
-    loader = StreamLoader(file, tokenizer, limits, share, make_batch, shuffle_buffer=1_000, exchange=exchange)
+    examples = ExampleStream(file, share.seed, shuffle_buffer=1_000)
+    loader = StreamLoader(examples, tokenizer, limits, share, make_batch, exchange=exchange)
     steps = file.read_bytes().count(b"\n") // GLOBAL_BATCH // STEPS_SHARE
     loader.micro_batches(0)
     return Work(None, measured(lambda: loader.micro_batches(steps)))

@@ -71,7 +71,9 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
 def _answers(model: PreTrainedModel, prompts: list[list[int]], new: int) -> Callable[[], None]:
     # An end token that no answer holds: all rows then write the same number of tokens.
     tokenizer: Any = SimpleNamespace(eos_token_id=-1, pad_token_id=0)
-    engine = HuggingFaceEngine(model, tokenizer, Decoding(sample=False), max_new_tokens=new)
+    width = len(prompts[0])
+    decoding = Decoding(sample=False, max_prompt_length=width, max_length=width + new)
+    engine = HuggingFaceEngine(model, tokenizer, decoding)
 
     def answer() -> None:
         rows = engine.answer(prompts, [0] * len(prompts))

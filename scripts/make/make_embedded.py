@@ -91,8 +91,8 @@ def new_teacher(*, end: int, pad: int) -> LlamaForCausalLM:
 def train(model: LlamaForCausalLM, items: list[Encoded], pad: int) -> None:
     """AdamW with warm-up and cosine on response tokens, in shuffled batches of rows of about the same length."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
-    share = Share(seed=SEED, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE)
-    loader = TrainLoader(items, share, partial(collate, pad_token_id=pad), bucket_steps=8)
+    share = Share(seed=SEED, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, bucket_steps=8)
+    loader = TrainLoader(items, share, partial(collate, pad_token_id=pad))
     warmup, steps = 100, trange(1, STEPS + 1, unit="step")
     model.train()
     for step in steps:

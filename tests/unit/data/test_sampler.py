@@ -126,7 +126,7 @@ def test_spread_micro_batches_are_about_equally_large():
     items = sorted(ITEMS[:24], key=len, reverse=True)
     for world_size, size in ((1, 4), (2, 3)):
         settings = {"world_size": world_size, "micro_batch_size": size, "seed": 0, "global_batch_size": len(items)}
-        ranks = [Share(rank=rank, **settings).micro_batches(items, spread=True) for rank in range(world_size)]
+        ranks = [Share(rank=rank, spread=True, **settings).micro_batches(items) for rank in range(world_size)]
         tokens = [sum(map(len, part)) for parts in ranks for part in parts]
         assert max(tokens) - min(tokens) <= len(items[0]) - len(items[-1])
 

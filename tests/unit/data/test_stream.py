@@ -12,7 +12,7 @@ from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sampler import Share
-from llmdistill.data.stream import StreamLoader, shuffled
+from llmdistill.data.stream import ExampleStream, StreamLoader, shuffled
 from llmdistill.errors import UserError
 
 from support import ThreadRanks, check_steps, write_rows
@@ -36,7 +36,8 @@ def make(word_tokenizer):
         given = {**settings, **changes}
         limits = Limits(max_prompt_length=8, max_length=12, long_prompts=given.pop("long_prompts", "error"))
         share = Share(**{each.name: given.pop(each.name) for each in fields(Share) if each.name in given})
-        return StreamLoader(reference, word_tokenizer(), limits, share, partial(collate, pad_token_id=0), **given)
+        examples = ExampleStream(reference, share.seed, given.pop("shuffle_buffer"))
+        return StreamLoader(examples, word_tokenizer(), limits, share, partial(collate, pad_token_id=0), **given)
 
     return loader
 

@@ -12,6 +12,7 @@ from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.corpus import Corpus
+from llmdistill.data.masking import Masking
 from llmdistill.data.sampler import SequenceLoader, Share, global_batch_indices
 from llmdistill.data.text import MixedSequences, TextSequences, mixture_counts, validation_batches
 
@@ -58,8 +59,11 @@ MANY = numbered([3, 7, 12], [40], [5], [30, 1, 1, 60, 9], [2, 2], [25, 25])
 
 
 def sequences(corpus=MANY, tokenizer=None, **changes):
-    settings = {"objective": "masked", "max_length": 16, **changes}
-    return TextSequences(corpus, words() if tokenizer is None else tokenizer, **settings)
+    settings = {"causal": False, "max_length": 16, **changes}
+    tokenizer = words() if tokenizer is None else tokenizer
+    choice = {name: settings.pop(name) for name in ("mask_share", "whole_words") if name in settings}
+    masking = None if settings.pop("causal") else Masking.of(tokenizer, **choice)
+    return TextSequences(corpus, tokenizer, masking=masking, **settings)
 
 
 def loader(source: TextSequences | MixedSequences, seed: int = 3, size: int = 4) -> SequenceLoader:
@@ -94,7 +98,7 @@ class TestDecoders:
     @pytest.mark.parametrize("max_length", [8, 219, 220, 500])
     def test_pieces_are_plain_tokens_with_the_end_token_between_documents(self, max_length):
         """Of the 227 tokens 219 leave a rest of eight, which is kept, and 220 one of seven, which is not."""
-        batches = in_order(sequences(objective="next", max_length=max_length))
+        batches = in_order(sequences(causal=True, max_length=max_length))
         assert rows(batches) == packed(max_length, [EOS])
         for batch in batches:
             assert batch.token_type_ids is None, "a decoder has no segments"
@@ -105,7 +109,7 @@ class TestDecoders:
         tokenizer = words(single="[CLS] $A")
         tokenizer.bos_token = "[CLS]"
         expected = [[CLS, *piece] for piece in packed(15, [EOS])]
-        batches = in_order(sequences(tokenizer=tokenizer, objective="next"))
+        batches = in_order(sequences(tokenizer=tokenizer, causal=True))
         assert rows(batches) == expected
         for batch in batches:
             is_text = (batch.attention_mask == 1) & (batch.input_ids != CLS)
@@ -145,13 +149,13 @@ class TestEncoders:
 
 class TestOrder:
     def test_is_that_of_the_sampler(self):
-        source = sequences(objective="next")
+        source = sequences(causal=True)
         pieces = rows(in_order(source))
         for step in range(2 * len(pieces)):
             indices = global_batch_indices(seed=3, step=step, dataset_size=len(pieces), global_batch_size=4)
             assert rows(loader(source).micro_batches(step)) == [pieces[index] for index in indices]
 
-    @pytest.mark.parametrize("kind", [{"objective": "next"}, {}, PAIRS])
+    @pytest.mark.parametrize("kind", [{"causal": True}, {}, PAIRS])
     def test_seed_and_step_alone_decide(self, kind):
         source = sequences(**kind)
 
@@ -271,7 +275,7 @@ class TestMixture:
         ends, total = np.cumsum(self.SIZES), int(self.SIZES.sum())
         tokens = np.split(np.arange(FIRST, FIRST + 10 * total), 10 * ends[:-1])
         texts = {str(each[0]): corpus_of([each.tolist()]) for each in tokens}
-        parts = {name: sequences(text, objective="next", max_length=10) for name, text in texts.items()}
+        parts = {name: sequences(text, causal=True, max_length=10) for name, text in texts.items()}
         mixed = MixedSequences(parts, 0.3)
         walked = self.seen(mixed, range(2 * total // 4))
         for end, size, count in zip(ends, self.SIZES, mixed.counts, strict=True):
@@ -326,7 +330,7 @@ def test_fewer_sequences_than_ranks_are_refused():
     [
         (MANY, ["mask_token"], {}, "data.kind text of an encoder needs a mask token, and this"),
         (MANY, ["sep_token"], PAIRS, "data.text.pairs needs cls_token and sep_token, and this"),
-        (MANY, ["eos_token", "sep_token"], {"objective": "next"}, "no end token; set eos_token"),
+        (MANY, ["eos_token", "sep_token"], {"causal": True}, "no end token; set eos_token"),
         (numbered([7]), [], {}, "the text has only 7 tokens; give at least 8"),
         (numbered([70], [1]), [], PAIRS, "the text has only one"),
     ],

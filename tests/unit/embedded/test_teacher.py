@@ -19,9 +19,7 @@ def test_teacher_reaches_its_score_and_its_tokenizer_takes_any_text():
     claimed = json.loads((locate("embedded:teacher") / "scores.json").read_text())["scores"]
     examples = read_examples(locate("embedded:seen"))
     settings = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=80)
-    limits = {"max_prompt_length": 256, "max_length": 512, "seeds": [0]}
-    (found,) = generate_passes(
-        teacher, tokenizer, encode_prompts(examples, tokenizer, Limits()).ids, settings, **limits
-    )
+    prompt_ids = encode_prompts(examples, tokenizer, Limits()).ids
+    (found,) = generate_passes(teacher, tokenizer, prompt_ids, settings, seeds=[0])
     references = [list(example.outputs) for example in examples]
     assert rouge_l(found.texts, references) == pytest.approx(claimed["seen"], abs=1.0)

@@ -17,7 +17,7 @@ PAD, START, END, MASK = range(4)
 WORDS = 9
 FORBIDDEN = (PAD, START, MASK)
 SOURCES = [[START, 5, 6, END], [START, 7, END], [START, 8, 5, 4, 4, END]]
-MARKS = [Marks(START, END, MASK, PAD, has_segments) for has_segments in (False, True)]
+MARKS = [Marks(START, END, MASK, PAD, has_segments, FORBIDDEN) for has_segments in (False, True)]
 NEVER = torch.tensor([word in FORBIDDEN for word in range(WORDS)])
 
 
@@ -36,7 +36,7 @@ def log_probs(model, source, written, *, segments):
 
 
 def written(model, settings, **options):
-    given = {"marks": MARKS[True], "forbidden": FORBIDDEN, "batch_size": 2, "sharded": False} | options
+    given = {"marks": MARKS[True], "batch_size": 2, "sharded": False} | options
     return write_targets(model, SOURCES, settings, **given)
 
 

@@ -14,8 +14,9 @@ from llmdistill.runtime.distributed import World
 
 VOCABULARY = 98
 PROMPTS = ["a", "Name three colours.", "bb bb", "What is it?", "x" * 30]
-GREEDY = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=2)
-SAMPLED = Decoding(sample=True, batch_size=2)
+LENGTHS = {"max_prompt_length": 30, "max_length": 60}
+GREEDY = Decoding(sample=False, no_repeat_ngram_size=6, batch_size=2, **LENGTHS)
+SAMPLED = Decoding(sample=True, batch_size=2, **LENGTHS)
 
 
 @pytest.fixture
@@ -32,13 +33,12 @@ def model():
 
 
 def answers_to(model, tokenizer, prompts, settings, seeds=(0,)):
-    options = {"max_prompt_length": 30, "max_length": 60, "seeds": seeds}
-    return decode.generate_passes(model, tokenizer, tokenizer(prompts)["input_ids"], settings, **options)
+    return decode.generate_passes(model, tokenizer, tokenizer(prompts)["input_ids"], settings, seeds=seeds)
 
 
 @pytest.mark.parametrize("ngram", [0, 3])
 def test_batching_and_left_padding_do_not_change_greedy_answers(model, tokenizer, ngram):
-    settings = Decoding(sample=False, batch_size=3, no_repeat_ngram_size=ngram)
+    settings = Decoding(sample=False, batch_size=3, no_repeat_ngram_size=ngram, **LENGTHS)
     [result] = answers_to(model, tokenizer, PROMPTS, settings)
     prompt_ids = tokenizer(PROMPTS)["input_ids"]
     batches = [[len(prompt_ids[index]) for index in batch] for batch in decode.plan_batches(prompt_ids, 3)]
@@ -76,7 +76,7 @@ def test_temperature_top_k_and_top_p_cut_the_distribution(model, tokenizer, sett
         kept = int((expected[order].cumsum(0) < settings["top_p"]).sum()) + 1
     expected[order[kept:]] = 0
     expected /= expected.sum()
-    engine = HuggingFaceEngine(model, tokenizer, Decoding(sample=True, **settings), max_new_tokens=1)
+    engine = HuggingFaceEngine(model, tokenizer, Decoding(sample=True, max_length=257, **settings))
     drawn = torch.zeros(VOCABULARY)
     for (token,) in engine.answer([ids] * count, [7]):
         drawn[token] += 1 / count
@@ -116,13 +116,13 @@ def test_every_job_is_one_rank_s_and_shares_differ_by_one(count, ranks):
 def test_an_answer_stops_at_the_end_tokens_of_the_model(model, tokenizer, kind, counts):
     """As GLM-4 has them in its generation_config.json; an architecture's default in a config.json is none of them."""
     ids = encode_prompts([Example("", "", (), raw_prompt="a")], tokenizer, Limits()).ids
-    [row] = HuggingFaceEngine(model, tokenizer, GREEDY, max_new_tokens=30).answer(ids, [0])
+    [row] = HuggingFaceEngine(model, tokenizer, GREEDY).answer(ids, [0])
     place = next(place for place in range(2, len(row)) if row[place] not in row[:place])
     if kind == "default":
         model.generation_config.eos_token_id = row[place]
     else:
         model.generation_config = GenerationConfig(eos_token_id=[row[place], 97] if kind is list else row[place])
-    [found] = HuggingFaceEngine(model, tokenizer, GREEDY, max_new_tokens=30).answer(ids, [0])
+    [found] = HuggingFaceEngine(model, tokenizer, GREEDY).answer(ids, [0])
     assert found == (row[: place + 1] if counts else row)
     [result] = answers_to(model, tokenizer, ["a"], GREEDY)
     assert (result.texts[0] == tokenizer.decode(row[:place]).strip()) == counts
@@ -130,7 +130,7 @@ def test_an_answer_stops_at_the_end_tokens_of_the_model(model, tokenizer, kind, 
 
 def test_an_answer_stops_at_the_end_of_a_turn(model, tokenizer):
     ids = encode_prompts([Example("", "", (), raw_prompt="a")], tokenizer, Limits()).ids
-    [row] = HuggingFaceEngine(model, tokenizer, GREEDY, max_new_tokens=30).answer(ids, [0])
+    [row] = HuggingFaceEngine(model, tokenizer, GREEDY).answer(ids, [0])
     place = next(place for place in range(2, len(row)) if row[place] not in row[:place])
     symbol = tokenizer.convert_ids_to_tokens(row[place])
     # As in Gemma, another token than the end token ends the turns of the template.

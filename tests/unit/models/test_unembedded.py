@@ -13,7 +13,7 @@ from llmdistill.data.instruct import Limits
 from llmdistill.data.masking import Masking
 from llmdistill.data.pairs import PairExample, encode_pairs
 from llmdistill.data.sampler import Share
-from llmdistill.data.stream import StreamLoader
+from llmdistill.data.stream import ExampleStream, StreamLoader
 from llmdistill.data.targets import _tokenize
 from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer
@@ -75,7 +75,7 @@ def test_it_is_refused_where_the_data_use_it(folder, tmp_path):
 
     def stream():
         share = Share(global_batch_size=2, micro_batch_size=2, seed=0)
-        StreamLoader(asked, tokenizer, limits, share, list, shuffle_buffer=2).global_batch(1)
+        StreamLoader(ExampleStream(asked, 0, 2), tokenizer, limits, share, list).global_batch(1)
 
     for place, refused in {
         f"{asked}:3": lambda: train(asked),

@@ -56,8 +56,9 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer,
     scores = score_sets(model, tokenizer, {"set": SHORT}, settings, limits, predictions_dir=folder, log=lines.append)
     score = scores["set"]
     prompts = encode_prompts(SHORT, tokenizer, limits).ids
-    decoding = Decoding(sample=True, no_repeat_ngram_size=settings.no_repeat_ngram_size, batch_size=settings.batch_size)
-    passes = generate_passes(model, tokenizer, prompts, decoding, seeds=settings.seeds, **LIMITS)
+    shared = {"no_repeat_ngram_size": settings.no_repeat_ngram_size, "batch_size": settings.batch_size}
+    decoding = Decoding(sample=True, **shared, **LIMITS)
+    passes = generate_passes(model, tokenizer, prompts, decoding, seeds=settings.seeds)
     texts = [each.texts for each in passes]
     expected = [rouge_l(answers, [example.outputs for example in SHORT]) for answers in texts]
     assert score["per_seed"] == expected
