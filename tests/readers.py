@@ -27,7 +27,7 @@ from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_entry, fingerprint
-from llmdistill.generation.answers_file import read_batches
+from llmdistill.generation.response_file import read_batches
 from llmdistill.methods import METHODS
 from llmdistill.models.adapters import of_base
 from llmdistill.models.configs import load_config

@@ -51,7 +51,7 @@ class Encoded:
         return self.prompt_ids + self.response_ids + self.rest_ids
 
     @property
-    def asked(self) -> list[int]:
+    def last_prompt(self) -> list[int]:
         return self.prompt_ids if self.asked_ids is None else self.asked_ids
 
     @property

@@ -62,7 +62,7 @@ class EncodedPrompts:
     """The prompts within the limit, in order, and the numbers of prompts that were dropped and truncated."""
 
     ids: list[list[int]]
-    kept: list[int]
+    indices: list[int]
     """For each entry of ids, its index in the given prompts."""
     dropped: int
     truncated: int
@@ -92,7 +92,7 @@ class InstructData(NamedTuple):
     """A training set as tokens."""
 
     items: list[Encoded]
-    kept: list[int]
+    indices: list[int]
     """For each item, the index of its example among the given ones."""
     counts: EncodedCounts
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
-from llmdistill.data.examples import FORMS
 from llmdistill.data.readers import without_nulls
+from llmdistill.data.rows import FORMAT_KEYS
 from llmdistill.errors import UserError
 
 
@@ -69,8 +69,8 @@ def unformatted(data: Any) -> Iterable[Any]:
 
 
 def has_columns(data: object) -> bool:
-    """Return whether a dict holds the columns of one set, and not several sets or settings: it has a form's key."""
-    return isinstance(data, Mapping) and any(form in data for form in FORMS)
+    """Return whether a dict holds the columns of one set, not several sets or settings: it has a key of a row."""
+    return isinstance(data, Mapping) and any(key in data for key in FORMAT_KEYS)
 
 
 def _rows_of_columns(columns: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:

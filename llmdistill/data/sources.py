@@ -11,10 +11,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from llmdistill.data.examples import FORMS, Example, describe_left_out, parse_rows
+from llmdistill.data.examples import Example
 from llmdistill.data.memory import rows_in_memory, unformatted
 from llmdistill.data.readers import READERS, Rows, first_line, jsonl_rows, unreadable, without_nulls
 from llmdistill.data.references import local_files, parts_of
+from llmdistill.data.rows import FORMAT_KEYS, describe_left_out, parse_rows
 from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
 from llmdistill.files import has_half_surrogate, write_text
@@ -42,7 +43,7 @@ _HOW = (
 
 
 def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[Example]:
-    """Read the examples of a file or of a data set on the hub; `parse_row` describes their forms.
+    """Read the examples of a file or of a data set on the hub; `parse_row` describes their formats.
 
     Args:
         reference: a JSONL, JSON, Parquet, CSV or TSV file (any other file is read as JSONL), or else a name on the hub:
@@ -226,12 +227,12 @@ def kind_of(data: Data, *, field: str = "text", name: str = "data") -> DataKind:
         raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
     if isinstance(first, str):
         return "text"
-    is_instruction = isinstance(first, Mapping) and any(form in first for form in FORMS if form not in _ABOUT_A_TEXT)
+    is_instruction = isinstance(first, Mapping) and any(key in first for key in FORMAT_KEYS if key not in _ABOUT_A_TEXT)
     return "text" if isinstance(first, Mapping) and field in first and not is_instruction else "instructions"
 
 
 _ABOUT_A_TEXT = ("query", "question", "problem")
-"""Keys of a form that may also stand beside a text, in a corpus."""
+"""Keys of a format that may also stand beside a text, in a corpus."""
 
 
 def examples_of(data: Data, *, name: str = "data") -> list[Example]:

@@ -15,11 +15,13 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.collate import Encoded
-from llmdistill.data.examples import Example, Turn, all_empty, no_answer, parse_rows
+from llmdistill.data.examples import Example, all_empty, no_answer
 from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode, none_left
+from llmdistill.data.messages import Turn
 from llmdistill.data.prompts import PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, render_prompt
 from llmdistill.data.readers import READERS, content_sha256
 from llmdistill.data.references import local_files
+from llmdistill.data.rows import parse_rows
 from llmdistill.data.sources import no_example, open_rows, read_examples
 from llmdistill.data.store import (
     TOKEN_IDS,

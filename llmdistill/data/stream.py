@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded
-from llmdistill.data.examples import Example, all_empty, describe_left_out, no_answer, parse_rows
+from llmdistill.data.examples import Example, all_empty, no_answer
 from llmdistill.data.exchange import ALONE, Exchange
 from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode, none_left
+from llmdistill.data.rows import describe_left_out, parse_rows
 from llmdistill.data.sampler import Share, StepLoader, bucket
 from llmdistill.data.sources import no_example, open_rows
 from llmdistill.errors import UserError
@@ -184,7 +185,7 @@ class StreamLoader(StepLoader[Encoded]):
         items: dict[int, Encoded] = {}
         for rank, data in enumerate(encoded_parts):
             assert isinstance(data, InstructData)
-            items.update(zip((rank + place * exchange.size for place in data.kept), data.items, strict=True))
+            items.update(zip((rank + place * exchange.size for place in data.indices), data.items, strict=True))
             self.counts = self.counts.plus(data.counts)
         for place, epoch in enumerate(part.epochs):
             if epoch != self._epoch:

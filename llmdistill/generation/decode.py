@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.data.prompts import answer_ends
 from llmdistill.errors import UserError
-from llmdistill.generation.readable import final_answers
+from llmdistill.generation.response_rows import final_answers
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, gather_objects
 

@@ -23,10 +23,10 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import content_fingerprint, file_sha256, fingerprint
-from llmdistill.generation import answers_file, decode
-from llmdistill.generation.answers_file import parts_folder, side_file
+from llmdistill.generation import decode, response_file
 from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, answer_batch
-from llmdistill.generation.readable import final_answers, readable_row, without_answers
+from llmdistill.generation.response_file import parts_folder, provenance_file
+from llmdistill.generation.response_rows import answered_row, final_answers, learnable_row, prompt_row, without_answers
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
 from llmdistill.messages import say
 from llmdistill.models.companions import downloaded, generation_settings
@@ -69,7 +69,7 @@ def generate_responses(
 
     The file has one row per prompt within the limit, in the set's order and form: instruction, input, output; or
     prompt, completion; or messages that end with the answer. It is written when all answers are generated;
-    `answers_file` describes the files beside it, and those before it exists. If the finished file of this request
+    `response_file` describes the files beside it, and those before it exists. If the finished file of this request
     exists, nothing is generated.
 
     Args:
@@ -97,7 +97,7 @@ def generate_responses(
         _answer(job, left)
         barrier()
         on_main(lambda: _finish(job, request))
-    record = on_main(lambda: answers_file.read_provenance(output))
+    record = on_main(lambda: response_file.read_provenance(output))
     assert record is not None, "the answers have just been written"
     return record
 
@@ -126,7 +126,7 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig) -> _
         data=data,
         output=output,
         settings=replace(settings, engine=engine, dtype=dtype, batch_size=batch_size, prompt=limits.prompt),
-        examples=[examples[index] for index in prompts.kept],
+        examples=[examples[index] for index in prompts.indices],
         prompts=prompts,
         batches=decode.plan_batches(prompts.ids, batch_size),
         tokenizer=tokenizer,
@@ -138,13 +138,13 @@ def _claim(job: _Job) -> tuple[dict[str, Any], bool, set[int]]:
     """Return the request, whether its output is finished, and the finished batches."""
     request = {
         "teacher_fingerprint": fingerprint(downloaded(locate(job.teacher))),
-        "data_fingerprint": content_fingerprint([answers_file.prompt_row(example) for example in job.examples]),
+        "data_fingerprint": content_fingerprint([prompt_row(example) for example in job.examples]),
         # The ids of the prompts also depend on the tokenizer and its chat template.
         "prompt_ids_fingerprint": content_fingerprint(job.prompts.ids),
         "settings": asdict(job.settings),
     }
-    finished = answers_file.claim_output(job.output, request)
-    return request, finished, set() if finished else set(answers_file.read_batches(job.output))
+    finished = response_file.claim_output(job.output, request)
+    return request, finished, set() if finished else set(response_file.read_batches(job.output))
 
 
 def _answer(job: _Job, left: list[int]) -> None:
@@ -173,14 +173,14 @@ def _answer(job: _Job, left: list[int]) -> None:
     with Activity("Answering", len(job.prompts.ids), "prompts", done=answered) as activity:
         for round_number, number in enumerate(share):
             rows = answer_batch(engine, job.prompts.ids, job.batches, number, settings.seed)
-            answers_file.append_batch(job.output, World.current().rank, number, rows)
+            response_file.append_batch(job.output, World.current().rank, number, rows)
             together = left[round_number * World.current().size : (round_number + 1) * World.current().size]
             activity.advance(sum(len(job.batches[other]) for other in together))
 
 
 def _finish(job: _Job, request: dict[str, Any]) -> None:
     """Write the file, then its record, then remove the parts; an interruption in between loses nothing."""
-    answers = {index: ids for rows in answers_file.read_batches(job.output).values() for index, ids in rows.items()}
+    answers = {index: ids for rows in response_file.read_batches(job.output).values() for index, ids in rows.items()}
     missing = len(job.examples) - len(answers)
     if missing:
         raise UserError(
@@ -192,9 +192,9 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
     lines = []
     for example, ids, text in zip(map(without_answers, job.examples), rows, texts, strict=True):
         if job.settings.reasoning == "keep" and is_chat(example, str(job.settings.prompt)):
-            lines.append(readable_row(example, ids, text, job.tokenizer, job.ends))
+            lines.append(learnable_row(example, ids, text, job.tokenizer, job.ends))
         else:
-            lines.append(answers_file.answered_row(example, text))
+            lines.append(answered_row(example, text))
     write_text(job.output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     record = {
         "teacher": job.teacher,
@@ -211,5 +211,5 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
         "versions": installed_versions(("llmdistill", "torch", "transformers", "vllm")),
         "output_sha256": file_sha256(job.output),
     }
-    write_json(side_file(job.output), record)
+    write_json(provenance_file(job.output), record)
     shutil.rmtree(parts_folder(job.output), ignore_errors=True)

@@ -75,11 +75,11 @@ class OnPolicyLoader:
             prompts.append([])
             for row, item in enumerate(items, first_row):
                 [state] = np.random.SeedSequence((self.seed, step, row, _ROW_NOISE)).generate_state(1, np.uint64)
-                prompts[-1].append(Prompt(item.asked, int(state >> np.uint64(1))))  # 63 bits fit into int64
+                prompts[-1].append(Prompt(item.last_prompt, int(state >> np.uint64(1))))  # 63 bits fit into int64
         batches = []
         for items, written in zip(micro_batches, self.writer.write(step, prompts), strict=True):
             answered = [
-                Encoded(item.asked, answer.ids, item.teacher) for item, answer in zip(items, written, strict=True)
+                Encoded(item.last_prompt, answer.ids, item.teacher) for item, answer in zip(items, written, strict=True)
             ]
             log_probs = torch.tensor([value for answer in written for value in answer.log_probs])
             batches.append(

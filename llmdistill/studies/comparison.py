@@ -15,7 +15,7 @@ from llmdistill.data.sources import kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import digest
-from llmdistill.generation.answers_file import read_provenance
+from llmdistill.generation.response_file import read_provenance
 from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal

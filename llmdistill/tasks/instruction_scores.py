@@ -20,8 +20,8 @@ from llmdistill.data.sources import read_examples
 from llmdistill.data.whole_text import TextSet
 from llmdistill.embedded import locate
 from llmdistill.files import write_json, write_text
-from llmdistill.generation.answers_file import prompt_row
 from llmdistill.generation.decode import Decoding, GenerationResult, generate_passes
+from llmdistill.generation.response_rows import prompt_row
 from llmdistill.models.configs import load_config
 from llmdistill.models.gguf import origin
 from llmdistill.models.load import load_model
@@ -89,7 +89,7 @@ def score_sets(
         batch_size=settings.batch_size,
     )
     for name, prompts in encode_sets(sets, tokenizer, settings, limits).items():
-        examples = [sets[name][index] for index in prompts.kept]
+        examples = [sets[name][index] for index in prompts.indices]
         references = [example.outputs for example in examples]
         # Chosen by the complete set, so that models that drop some prompts, and runs with a limit, choose the same.
         words = reference_words([example.outputs for example in sets[name]])

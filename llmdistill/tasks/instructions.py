@@ -16,10 +16,11 @@ from llmdistill.batch import Batch, Loader
 from llmdistill.config import GenerationConfig
 from llmdistill.config.strict import did_you_mean
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
-from llmdistill.data.examples import Example, describe_left_out
+from llmdistill.data.examples import Example
 from llmdistill.data.exchange import ALONE, Exchange
 from llmdistill.data.instruct import NO_LIMIT, Limits, encode, parts_before
 from llmdistill.data.references import parts_of
+from llmdistill.data.rows import describe_left_out
 from llmdistill.data.sampler import Mixture, Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import check_rows, read_examples
 from llmdistill.data.store import Joined, MappedItems
@@ -29,7 +30,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.files import json_lines
 from llmdistill.fingerprints import fingerprint
-from llmdistill.generation.answers_file import check_teacher
+from llmdistill.generation.response_file import check_teacher
 from llmdistill.models.families import is_causal
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
@@ -215,13 +216,13 @@ class Instructions(Task):
         # Without limits, so that both tokenizers keep the same examples, whatever their numbers of tokens.
         ours = encode(examples, self.tokenizer, replace(self.limits, max_length=NO_LIMIT))
         limits = replace(self.limits, max_prompt_length=NO_LIMIT - 1, max_length=NO_LIMIT)
-        theirs = encode([examples[index] for index in ours.kept], self.teachers_tokenizer, limits)
+        theirs = encode([examples[index] for index in ours.indices], self.teachers_tokenizer, limits)
         for our, their in zip(ours.items, theirs.items, strict=True):
             before_ours, before_theirs = parts_before(our), parts_before(their)
             if len(before_ours) == len(before_theirs):  # else the teacher reads the student's text as it is
                 prompts |= dict(zip(before_ours, before_theirs.values(), strict=True))
             if self.config.data.on_policy > 0 or len(before_ours) == 1:
-                prompts[sample_id(our.asked)] = their.asked
+                prompts[sample_id(our.last_prompt)] = their.last_prompt
         return prompts
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:

@@ -21,7 +21,7 @@ from llmdistill.config.command_line import build, checked, parse_run, run_parser
 from llmdistill.config.generation import ResponseConfig
 from llmdistill.config.machine import MachineConfig
 from llmdistill.config.tasks import FineTuningConfig
-from llmdistill.data.examples import parse_row
+from llmdistill.data.rows import parse_row
 from llmdistill.data.sources import examples_of, open_rows
 from llmdistill.embedded import locate
 from llmdistill.methods import METHODS

@@ -29,9 +29,11 @@ from hostile import refuses
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data import chats
 from llmdistill.data.collate import collate, collate_packed
-from llmdistill.data.examples import Example, Turn, parse_row
+from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode, encode_prompts
+from llmdistill.data.messages import Turn
 from llmdistill.data.prompts import answer_ends, end_of_turn
+from llmdistill.data.rows import parse_row
 from llmdistill.data.stored_examples import open_examples, store_examples
 
 from support import write_rows
@@ -132,7 +134,7 @@ def test_a_chat_has_the_tokens_of_its_rendering_and_its_answers_are_learned(name
     prompt += "<|im_start|>assistant\n" if name == "no_generation_prompt" else ""
     asked = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert encode_prompts([example], tokenizer, LONG).ids == [asked]
-    assert item.asked == last.asked == asked
+    assert item.last_prompt == last.last_prompt == asked
 
 
 @pytest.mark.parametrize("name", ["chatml", "open", "channels", "marked"])
@@ -205,7 +207,7 @@ def test_tools_options_and_fields_reach_the_template():
     assert tokenizer.decode(item.ids).startswith("tools river\nloud\n")
     assert parts_of(tokenizer, item) == ["<call>river</call>" + END, "b" + END]
     [asked_ids] = encode_prompts([example], tokenizer, LONG).ids
-    assert asked_ids == item.asked == item.ids[: len(asked_ids)]
+    assert asked_ids == item.last_prompt == item.ids[: len(asked_ids)]
 
 
 def test_a_call_is_learned_whole_where_the_last_turn_alone_begins_with_reasoning():
@@ -223,12 +225,12 @@ class TestLimits:
     def test_the_prompt_is_what_is_before_the_first_answer_that_is_learned(self):
         tokenizer = chatting(CHATML)
         [item] = encode([self.EXAMPLE], tokenizer, LONG).items
-        first, last = len(item.prompt_ids), len(item.asked)
+        first, last = len(item.prompt_ids), len(item.last_prompt)
         assert first < last
         limits = {"max_prompt_length": first, "max_length": 6000}
         [short] = encode([self.EXAMPLE], tokenizer, Limits(**limits)).items
         assert (short.ids, short.prompt_ids) == (item.ids, item.prompt_ids)
-        assert short.asked == item.prompt_ids, "the student itself answers the last prompt within the limit"
+        assert short.last_prompt == item.prompt_ids, "the student itself answers the last prompt within the limit"
         said = f"x:1: the prompt has {last} tokens and is longer than data.max_prompt_length={first}"
         refuses(said, encode, [self.EXAMPLE], tokenizer, Limits(**limits, turns="last"))
 
@@ -341,7 +343,7 @@ def test_a_space_behind_the_header_of_an_answer_is_learned_with_it():
     tokenizer = chatting(template)
     [item] = encode([CHATS["twice"]], tokenizer, LONG).items
     assert parts_of(tokenizer, item) == [" The Rhine." + END, " <b>Elbe</b>." + END]
-    assert tokenizer.decode(item.asked).endswith("assistant:")
+    assert tokenizer.decode(item.last_prompt).endswith("assistant:")
 
 
 def test_reasoning_is_read_as_the_template_writes_it_for_the_options_of_a_chat():
@@ -405,4 +407,4 @@ def test_further_templates(file):
             [labels] = collate([item], 0).labels.tolist()
             assert [int(label != IGNORE_INDEX) for label in labels] == whole["assistant_masks"]
         asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
-        assert encode_prompts([example], tokenizer, LONG).ids == [item.asked] == [asked]
+        assert encode_prompts([example], tokenizer, LONG).ids == [item.last_prompt] == [asked]

@@ -2,8 +2,9 @@ import pytest
 from hostile import refuses
 from transformers import PreTrainedTokenizerFast
 
-from llmdistill.data.examples import Example, Turn
+from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode, encode_prompts
+from llmdistill.data.messages import Turn
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 
@@ -89,7 +90,7 @@ class TestForms:
         assert encode_prompts(mixed, tokenizer, self.LIMITS).ids == alone
         limits = {"max_prompt_length": len(alone[0]) - 1, "long_prompts": "drop"}
         dropped = encode_prompts(mixed, tokenizer, Limits(**limits))
-        assert (dropped.kept, dropped.ids, dropped.dropped) == ([1, 3], [alone[1], alone[3]], 3)
+        assert (dropped.indices, dropped.ids, dropped.dropped) == ([1, 3], [alone[1], alone[3]], 3)
         said = f"3 of 5 prompts are longer than data.max_prompt_length={len(alone[0]) - 1} tokens, first x:1 with"
         refuses(said, encode_prompts, mixed, tokenizer, Limits(**limits | {"long_prompts": "error"}))
         refuses("all 2 prompts", encode_prompts, [CHAT, CHAT], tokenizer, Limits(**limits))

@@ -8,8 +8,9 @@ import copy
 import pytest
 from byte_tokenizers import byte_level
 
-from llmdistill.data.examples import Example, Turn, parse_row
+from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.messages import Turn
 from llmdistill.data.prompts import (
     answer_ends,
     end_of_turn,
@@ -18,6 +19,7 @@ from llmdistill.data.prompts import (
     resolve_prompt,
     tokenizer_gaps,
 )
+from llmdistill.data.rows import parse_row
 from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer
 

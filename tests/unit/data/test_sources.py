@@ -9,8 +9,9 @@ import pytest
 from hostile import refuses
 
 from llmdistill.data.corpus import store_corpus
-from llmdistill.data.examples import Example, Turn
+from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits
+from llmdistill.data.messages import Turn
 from llmdistill.data.references import Part, data_fingerprint, parts_of, text_files
 from llmdistill.data.sources import check_rows, kind_of, open_rows, read_examples
 from llmdistill.data.stored_examples import store_examples

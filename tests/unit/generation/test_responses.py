@@ -23,8 +23,8 @@ from llmdistill.data.stored_examples import open_examples, store_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256, fingerprint
-from llmdistill.generation import answers_file, responses
-from llmdistill.generation.answers_file import check_teacher, parts_folder, read_batches, side_file
+from llmdistill.generation import response_file, responses
+from llmdistill.generation.response_file import check_teacher, parts_folder, provenance_file, read_batches
 from llmdistill.generation.responses import generate_responses
 from llmdistill.generation.vllm_engine import choose_engine, shares
 from llmdistill.models.load import load_model
@@ -107,7 +107,7 @@ def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(teacher
     counts |= {"unfinished_answers": unfinished, "generated_tokens": sum(map(len, answers))}
     assert record.items() >= {"teacher": str(teacher), "data": str(data), "engine": "hf", **hashes, **counts}.items()
     assert record["settings"]["dtype"] == "fp32"
-    assert json.loads(side_file(output).read_text()) == record
+    assert json.loads(provenance_file(output).read_text()) == record
     assert sorted(path.name for path in output.parent.iterdir()) == ["answers.jsonl", "answers.jsonl.provenance.json"]
 
 
@@ -197,7 +197,7 @@ def test_a_kill_before_the_record_is_written_loses_nothing(generate, tmp_path, m
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         patch.setattr(responses, "write_json", die)
         generate()
-    assert not side_file(output).exists()
+    assert not provenance_file(output).exists()
     written = output.read_bytes()
     monkeypatch.setattr(responses, "load_model", die)  # no batch is left, so no weights are needed
     record = generate()
@@ -222,7 +222,7 @@ def test_another_request_is_refused_and_named(generate, data, tmp_path, monkeypa
     data.write_text(data.read_text().replace("colour : red", "colour : blue"), encoding="utf-8")
     for name in ("a.jsonl", "cut.jsonl"):
         refuses("data_fingerprint was sha256:", generate, name)
-    side_file(output).unlink()
+    provenance_file(output).unlink()
     refuses("did not write it; choose another --output", generate)
 
 
@@ -244,7 +244,7 @@ def test_misfits_are_refused_before_the_weights_are_loaded(generate, tmp_path, m
 
 def test_only_the_teacher_that_wrote_the_answers_passes_and_only_if_it_is_known(teacher, data):
     def write_record(**record):
-        side_file(data).write_text(json.dumps({"output_sha256": file_sha256(data), "teacher": "t", **record}))
+        provenance_file(data).write_text(json.dumps({"output_sha256": file_sha256(data), "teacher": "t", **record}))
 
     hash_now = fingerprint(teacher)
     assert "there is no prompts.jsonl.provenance.json beside it" in (check_teacher(data, teacher) or "")
@@ -257,15 +257,15 @@ def test_only_the_teacher_that_wrote_the_answers_passes_and_only_if_it_is_known(
     data.write_text(data.read_text() + "\n")
     said = f"it changed after it was generated (sha256 {before} then, {file_sha256(data)} now)"
     assert said in (check_teacher(data, teacher) or "")
-    side_file(data).write_text("[")
-    refuses("provenance.json: not valid JSON", answers_file.read_provenance, data)
+    provenance_file(data).write_text("[")
+    refuses("provenance.json: not valid JSON", response_file.read_provenance, data)
 
 
 def test_a_line_that_is_no_finished_batch_is_named(tmp_path):
     output = tmp_path / "answers.jsonl"
     parts_folder(output).mkdir()
-    answers_file.append_batch(output, 0, 3, {7: [1, 22, 3]})
-    answers_file.append_batch(output, 0, 4, {8: [5]})
+    response_file.append_batch(output, 0, 3, {7: [1, 22, 3]})
+    response_file.append_batch(output, 0, 4, {8: [5]})
     assert read_batches(output) == {3: {7: [1, 22, 3]}, 4: {8: [5]}}
     with flip(parts_folder(output) / "rank-0.jsonl", -2, 6):
         refuses("rank-0.jsonl:2: not a finished batch; remove the line", read_batches, output)

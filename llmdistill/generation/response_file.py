@@ -10,54 +10,28 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from llmdistill.artifacts import compare_records, read_record
-from llmdistill.data.examples import Example
 from llmdistill.embedded import locate, locate_data
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.models.companions import downloaded
 
-Rows = dict[int, list[int]]
+Answers = dict[int, list[int]]
 """Index of a prompt -> its new tokens."""
 
 
-def prompt_row(example: Example) -> dict[str, Any]:
-    """Return an example without its answers, in the form in which it was read."""
-    if example.messages:
-        unlearned = [{} if turn.is_learned else {"weight": 0} for turn in example.messages]
-        turns = [{**turn.as_message(), **more} for turn, more in zip(example.messages, unlearned, strict=True)]
-        options = {"tools": list(example.tools), "chat_template_kwargs": dict(example.template_options)}
-        return {"messages": turns, **{key: value for key, value in options.items() if value}}
-    if example.raw_prompt is not None:
-        return {"prompt": example.raw_prompt}
-    return {"instruction": example.instruction, "input": example.input}
-
-
-def answered_row(example: Example, answer: str, fields: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return an example with this answer, in the form in which the example was read.
-
-    `fields` are those of the answer's message beside its content.
-    """
-    row = prompt_row(example)
-    if example.messages:
-        return {**row, "messages": [*row["messages"], {"role": "assistant", "content": answer, **fields}]}
-    return {**row, "completion" if "prompt" in row else "output": answer, **fields}
-
-
-def side_file(data: Path) -> Path:
+def provenance_file(data: Path) -> Path:
     """Return the path of the provenance record of a file of answers."""
     return data.with_name(f"{data.name}.provenance.json")
 
 
 def read_provenance(data: str | Path) -> dict[str, Any] | None:
     """Read the provenance record of a file of answers; None if there is none, a UserError if it is damaged."""
-    return read_record(side_file(Path(data)), remedy="generate the answers again, or remove it")
+    return read_record(provenance_file(Path(data)), remedy="generate the answers again, or remove it")
 
 
 def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
@@ -69,8 +43,8 @@ def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
     record = read_provenance(path)
     if record is None:
         return (
-            f"{data}: there is no {side_file(path).name} beside it, so nothing says which model wrote its answers; "
-            "`llmdistill generate` makes both."
+            f"{data}: there is no {provenance_file(path).name} beside it, so nothing says which model wrote its "
+            "answers; `llmdistill generate` makes both."
         )
     warnings = []
     own, recorded = fingerprint(downloaded(locate(str(teacher)))), record.get("teacher_fingerprint")
@@ -83,7 +57,7 @@ def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
     if now != record.get("output_sha256"):
         warnings.append(
             f"{data}: it changed after it was generated (sha256 {record.get('output_sha256')} then, {now} now), "
-            f"so {side_file(path).name} does not tell who wrote what it holds."
+            f"so {provenance_file(path).name} does not tell who wrote what it holds."
         )
     return " ".join(warnings) or None
 
@@ -113,7 +87,7 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
             return True
         if earlier_request is None:
             raise UserError(
-                f"{output} exists and has no {side_file(output).name}: `llmdistill generate` did not write it; "
+                f"{output} exists and has no {provenance_file(output).name}: `llmdistill generate` did not write it; "
                 "choose another --output"
             )
     if earlier_request is not None:
@@ -124,7 +98,7 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
         raise UserError(f"{parts} holds batches, but no request.json; remove that folder, or choose another --output")
     else:
         write_json(parts / "request.json", request)
-    side_file(output).unlink(missing_ok=True)  # the record of a file that no longer exists
+    provenance_file(output).unlink(missing_ok=True)  # the record of a file that no longer exists
     for file in parts.glob("rank-*.jsonl"):
         content = file.read_bytes()
         end_of_lines = content.rfind(b"\n") + 1
@@ -133,15 +107,15 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
     return False
 
 
-def append_batch(output: Path, rank: int, number: int, rows: Rows) -> None:
+def append_batch(output: Path, rank: int, number: int, answers: Answers) -> None:
     """Append a finished batch to the file of this rank."""
     with (parts_folder(output) / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"batch": number, "rows": rows}, separators=(",", ":")) + "\n")
+        file.write(json.dumps({"batch": number, "rows": answers}, separators=(",", ":")) + "\n")
 
 
-def read_batches(output: Path) -> dict[int, Rows]:
+def read_batches(output: Path) -> dict[int, Answers]:
     """Read every finished batch, by its number."""
-    batches: dict[int, Rows] = {}
+    batches: dict[int, Answers] = {}
     for path in sorted(parts_folder(output).glob("rank-*.jsonl")):
         with path.open("rb") as file:
             for n, line in enumerate(file, start=1):

@@ -1,10 +1,11 @@
-"""Turns the text that a model has written into messages for its chat template: the answer, and its reasoning."""
+"""Answers of a model as text and as rows of training data, which `data.rows` reads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +16,6 @@ from llmdistill.data.examples import Example
 from llmdistill.data.instruct import NO_LIMIT, Limits, encode
 from llmdistill.data.prompts import CHAT, as_chat
 from llmdistill.errors import UserError
-from llmdistill.generation.answers_file import answered_row
 
 _WHOLE = Limits(max_prompt_length=NO_LIMIT - 1, max_length=NO_LIMIT, prompt=CHAT, turns="last")
 
@@ -39,7 +39,30 @@ def without_answers(example: Example) -> Example:
     return replace(example, messages=tuple(turns))
 
 
-def readable_row(
+def prompt_row(example: Example) -> dict[str, Any]:
+    """Return an example without its answers, in the format in which it was read."""
+    if example.messages:
+        unlearned = [{} if turn.is_learned else {"weight": 0} for turn in example.messages]
+        turns = [{**turn.as_message(), **more} for turn, more in zip(example.messages, unlearned, strict=True)]
+        options = {"tools": list(example.tools), "chat_template_kwargs": dict(example.template_options)}
+        return {"messages": turns, **{key: value for key, value in options.items() if value}}
+    if example.raw_prompt is not None:
+        return {"prompt": example.raw_prompt}
+    return {"instruction": example.instruction, "input": example.input}
+
+
+def answered_row(example: Example, answer: str, fields: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return an example with this answer, in the format in which the example was read.
+
+    `fields` are those of the answer's message beside its content.
+    """
+    row = prompt_row(example)
+    if example.messages:
+        return {**row, "messages": [*row["messages"], {"role": "assistant", "content": answer, **fields}]}
+    return {**row, "completion" if "prompt" in row else "output": answer, **fields}
+
+
+def learnable_row(
     example: Example,
     ids: list[int],
     text: str,
@@ -81,13 +104,13 @@ def readable_row(
 def _has_tokens(example: Example, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether an example has the tokens of its prompt and then these, which only an end may follow."""
     item = _encode(example, tokenizer)
-    return item is not None and [*item.asked, *ids] == item.ids[: len(item.asked) + len(ids)]
+    return item is not None and [*item.last_prompt, *ids] == item.ids[: len(item.last_prompt) + len(ids)]
 
 
 def _has_text(example: Example, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return the same for the text of the tokens."""
     item = _encode(example, tokenizer)
-    return item is not None and _decode(item.ids, tokenizer).startswith(_decode([*item.asked, *ids], tokenizer))
+    return item is not None and _decode(item.ids, tokenizer).startswith(_decode([*item.last_prompt, *ids], tokenizer))
 
 
 def _encode(example: Example, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:

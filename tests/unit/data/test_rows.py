@@ -8,9 +8,11 @@ import pandas as pd
 import pytest
 from hostile import refuses
 
-from llmdistill.data.examples import Example, LeftOut, Turn, describe_left_out, parse_row, parse_rows
+from llmdistill.data.examples import Example
+from llmdistill.data.messages import Turn
+from llmdistill.data.rows import LeftOut, describe_left_out, parse_row, parse_rows
 from llmdistill.data.sources import read_examples
-from llmdistill.generation.answers_file import answered_row
+from llmdistill.generation.response_rows import answered_row
 
 TEXTS = ("Be short.", "Hi.", "Hello.")
 SYSTEM, USER, ANSWER = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), TEXTS, strict=True))
@@ -378,7 +380,7 @@ class TestKeysThatChangeARow:
             ({"messages": [USER, {"from": "function_call", "value": "weather"}]}, '"content" is "weather", not JSON'),
             ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, '"tool_calls" has {}; give calls'),
             ({"text": "A corpus."}, "a corpus of texts is read with --data.kind text"),
-            ({"input": "a", "output": "b"}, "or give another form: query and response, question and answer, problem"),
+            ({"input": "a", "output": "b"}, "or use another format: query and response, question and answer, problem"),
         ],
     )
     def test_what_is_not_read_is_refused(self, row, said):

@@ -4,10 +4,12 @@ import pytest
 from byte_tokenizers import byte_level
 from chat_templates import TEMPLATES, chatting
 
-from llmdistill.data.examples import Example, Turn, parse_row
+from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.messages import Turn
 from llmdistill.data.prompts import answer_ends
-from llmdistill.generation.readable import final_answers, readable_row, without_answers
+from llmdistill.data.rows import parse_row
+from llmdistill.generation.response_rows import final_answers, learnable_row, without_answers
 
 LONG = Limits(max_prompt_length=4000, max_length=6000)
 ASKED = (Turn("user", "Name a river."), Turn("assistant", "The Rhine."), Turn("user", "Another one?"))
@@ -45,7 +47,7 @@ def test_the_tokens_that_were_written_are_learned(name):
     [text] = final_answers([ids], tokenizer, ends)
     assert answer is None or text == answer
     example = without_answers(Example("", "", (), messages=ASKED))
-    row = readable_row(example, ids, text, tokenizer, ends)
+    row = learnable_row(example, ids, text, tokenizer, ends)
     asked = [turn.as_message() for turn in ASKED]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
     [whole] = encode([parse_row(row, "")], tokenizer, LONG).items
@@ -60,7 +62,7 @@ def test_an_instruction_keeps_its_form_and_reasoning_that_is_cut_has_no_answer()
     tokenizer = chatting(TEMPLATES["closed"])
     ids = tokenizer("<think>\nHm.\n</think>\n\nThe Elbe." + END, add_special_tokens=False)["input_ids"]
     ends = answer_ends(tokenizer)
-    row = readable_row(Example("Name a river.", "", ()), ids, "The Elbe.", tokenizer, ends)
+    row = learnable_row(Example("Name a river.", "", ()), ids, "The Elbe.", tokenizer, ends)
     expected = {"instruction": "Name a river.", "input": "", "output": "The Elbe.", "reasoning_content": "Hm."}
     assert row == expected
     assert final_answers([ids[:6], []], tokenizer, ends) == ["", ""]
