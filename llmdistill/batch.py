@@ -293,17 +293,17 @@ class HeadInputs(NamedTuple):
 
 
 class TopK(NamedTuple):
-    """The k most likely tokens of a teacher at positions of one kind; all other tokens are one more class, the tail."""
+    """The k most likely tokens of a teacher at positions of one kind; all other tokens are one more class, the rest."""
 
     tokens: Tensor
     """(N, k) int64, the most likely token first."""
     log_probs: Tensor
     """(N, k), at least fp32: the log-probabilities of these tokens at temperature 1."""
-    tails: Mapping[float, Tensor]
-    """Temperature t -> (N,): log Σ p^(1/t) over all other tokens, the log-mass of the tail beside log_probs / t."""
+    rest: Mapping[float, Tensor]
+    """Temperature t -> (N,): log Σ p^(1/t) over all other tokens, the log-mass of the rest beside log_probs / t."""
 
     def at(self, here: slice | Tensor) -> TopK:
-        return TopK(self.tokens[here], self.log_probs[here], {t: tail[here] for t, tail in self.tails.items()})
+        return TopK(self.tokens[here], self.log_probs[here], {t: mass[here] for t, mass in self.rest.items()})
 
 
 class OtherTokens(NamedTuple):
@@ -347,7 +347,7 @@ class SeveralHeads(NamedTuple):
     None if all positions are averaged."""
 
 
-TaughtRows = HeadInputs | TopK | OtherTokens | SeveralHeads
+TeacherRows = HeadInputs | TopK | OtherTokens | SeveralHeads
 """What a teacher's distributions over tokens follow from, at positions of one kind."""
 
 
@@ -364,5 +364,5 @@ class Outputs:
     are learned; None without such a head."""
     projected: Tensor | None = None
     """(B, teacher's W), a student's embeddings of sentences mapped by a learned matrix; None without one."""
-    lm_head: Mapping[Positions, TaughtRows] = field(default_factory=dict)
+    lm_head: Mapping[Positions, TeacherRows] = field(default_factory=dict)
     """In place of the logits, for each kind of positions at which they are compared."""

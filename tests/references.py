@@ -13,7 +13,7 @@ from llmdistill.methods import Method
 
 def terms_of(method: Method, student: Outputs, teacher: Outputs | None, batch: Batch) -> dict[str, LossSum]:
     """Every term of a method, unweighted, by autograd; without the labels where the student wrote them itself."""
-    running = method.running(teacher, batch)
+    running = method.bind_terms(teacher, batch)
     losses: dict[str, LossSum] = {}
     for layer in running.layer_terms:
         assert teacher is not None

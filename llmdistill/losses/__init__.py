@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         sequence_score_mse,
         sequence_soft_cross_entropy,
     )
-    from llmdistill.losses.terms import LayerTerm, Losses, RunningTerms, SequenceTerm, TokenTerm, add_losses
+    from llmdistill.losses.terms import BoundTerms, LayerTerm, Losses, SequenceTerm, TokenTerm, add_losses
 
 _NAMES = {
     "attention": (
@@ -93,7 +93,7 @@ _NAMES = {
         *("sequence_cross_entropy", "sequence_divergence", "sequence_embedding_cosine", "sequence_embedding_mse"),
         *("sequence_margin_mse", "sequence_mse", "sequence_score_mse", "sequence_soft_cross_entropy"),
     ),
-    "terms": ("LayerTerm", "Losses", "RunningTerms", "SequenceTerm", "TokenTerm", "add_losses"),
+    "terms": ("LayerTerm", "Losses", "BoundTerms", "SequenceTerm", "TokenTerm", "add_losses"),
 }
 """Module -> the names that are imported from it."""
 

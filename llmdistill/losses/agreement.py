@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmdistill.batch import HeadInputs, OtherTokens, SeveralHeads, TaughtRows, TopK
+from llmdistill.batch import HeadInputs, OtherTokens, SeveralHeads, TeacherRows, TopK
 from llmdistill.losses.head import cut
 from llmdistill.losses.other_tokens import exact_logits
 from llmdistill.losses.several import averaged_logits
@@ -14,7 +14,7 @@ _CHUNK = 256
 """Rows whose logits are in memory at a time."""
 
 
-def top_tokens(teacher: TaughtRows, k: int, vocabulary: int | None) -> Tensor | None:
+def top_tokens(teacher: TeacherRows, k: int, vocabulary: int | None) -> Tensor | None:
     """Return a teacher's most likely tokens, (N, k); None if fewer are known, or if it has another tokenizer."""
     if isinstance(teacher, TopK):
         return teacher.tokens[:, :k] if teacher.tokens.shape[1] >= k else None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmdistill.batch import HeadInputs, OtherTokens, SeveralHeads, TaughtRows, TopK
+from llmdistill.batch import HeadInputs, OtherTokens, SeveralHeads, TeacherRows, TopK
 from llmdistill.losses.fused.head_chunk import chunk_losses
 from llmdistill.losses.other_tokens import SpanRows
 from llmdistill.losses.several import averaged_logits
@@ -38,7 +38,7 @@ class TokenLosses(NamedTuple):
 
 def token_losses(
     student: HeadInputs,
-    teacher: TaughtRows | None,
+    teacher: TeacherRows | None,
     labels_N: Tensor,
     terms: Sequence[TokenTerm],
     factors: Tensor,
@@ -93,7 +93,7 @@ class _TokenLosses(torch.autograd.Function):
         weight_VK: Tensor | None,
         bias_V: Tensor | None,
         needs: list[bool],
-        teacher: TaughtRows | None,
+        teacher: TeacherRows | None,
         labels_N: Tensor,
         terms: tuple[TokenTerm, ...],
         factors: Tensor,

@@ -61,7 +61,7 @@ class SequenceTerm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunningTerms:
+class BoundTerms:
     """The loss terms that the student's forward pass computes while it runs."""
 
     layer_terms: Sequence[LayerTerm]

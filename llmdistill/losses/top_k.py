@@ -34,8 +34,8 @@ def most_likely(logits_NV: Tensor, k: int, temperatures: Sequence[float]) -> Top
 
 
 def softened(teacher: TopK, temperature: float) -> Tensor:
-    """Return the teacher's log-probabilities at a temperature of `TopK.tails`, (N, k + 1); the rest comes last."""
-    rest_N = teacher.tails[temperature]
+    """Return the teacher's log-probabilities at a temperature of `TopK.rest`, (N, k + 1); the rest comes last."""
+    rest_N = teacher.rest[temperature]
     return torch.cat([teacher.log_probs / temperature, rest_N[:, None]], dim=1).log_softmax(-1)
 
 

@@ -10,7 +10,7 @@ from llmdistill.config.marks import OVER_0
 from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.layers import LayerPair, layer_term, same_direction, weighted
+from llmdistill.methods.layers import LayerPair, check_direction, layer_term, weigh
 from llmdistill.methods.output import SoftPositions, divergence_terms, label_terms, positions_of
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -42,7 +42,7 @@ def build_distilbert(
     settings: DistilbertConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     """Build the triple loss: t²·KL(T‖S), cross-entropy on the labels, 1 - cos between the last hidden states."""
-    causal = same_direction(teacher, student, method="distilbert")
+    causal = check_direction(teacher, student, method="distilbert")
     student_shape, teacher_shape = shape_of(student), shape_of(teacher)
     if settings.cosine > 0 and student_shape.hidden_size != teacher_shape.hidden_size:
         raise UserError(
@@ -65,7 +65,7 @@ def build_distilbert(
             positions=positions_of(settings.positions, causal=causal),
         )
         | label_terms(settings.label, objective)
-        | weighted(settings, [layer_term("cosine", pair, cosine, "hidden")])
+        | weigh(settings, [layer_term("cosine", pair, cosine, "hidden")])
     )
     return Method(**vars(terms), shift=causal)
 

@@ -14,7 +14,7 @@ from llmdistill.errors import UserError
 from llmdistill.losses.terms import SequenceTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.layers import same_direction
+from llmdistill.methods.layers import check_direction
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.step.method import Method
@@ -49,7 +49,7 @@ def build_embedding(
     settings: EmbeddingConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     """Build cosine · (1 - cos) + mse · mean squared error + margin · MarginMSE, of the objective's embeddings."""
-    causal = same_direction(teacher, student, method="embedding")
+    causal = check_direction(teacher, student, method="embedding")
     if objective.sequences != "embeddings":
         raise UserError("method embedding compares embeddings of sentences: set data.kind to sentences")
     assert objective.pooling is not None

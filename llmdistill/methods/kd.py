@@ -10,7 +10,7 @@ from llmdistill.config import RunConfig
 from llmdistill.config.marks import OVER_0, takes
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, Preset
-from llmdistill.methods.layers import same_direction
+from llmdistill.methods.layers import check_direction
 from llmdistill.methods.output import SoftPositions, divergence_terms, label_terms, positions_of
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.step.method import Method
@@ -61,7 +61,7 @@ def build_kd(
     one to the teacher's scores is `sequence_mse`. Answers that the student generated itself are no labels: on such
     batches only the divergence is computed.
     """
-    causal = same_direction(teacher, student, method="kd")
+    causal = check_direction(teacher, student, method="kd")
     measure = "mse" if objective.sequences == "scores" else settings.divergence
     to_teacher = divergence_terms(
         settings.divergence,

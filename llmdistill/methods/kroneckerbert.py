@@ -11,7 +11,7 @@ from llmdistill.batch import Aspect
 from llmdistill.config.marks import OVER_0
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_settings
-from llmdistill.methods.layers import LayerPair, Scale, attention_term, check_scores, like_pairs, mse_term, weighted
+from llmdistill.methods.layers import LayerPair, Scale, attention_term, check_scores, mse_term, pair_equal_shapes, weigh
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.models.families import family_of
 from llmdistill.objective import TOKENS, Objective
@@ -78,7 +78,7 @@ def build_kroneckerbert(
     place only if the feed-forward part includes its residual and norm, as in §3.5.1, which introduces the loss by the
     outputs of layers. `ffn_output` chooses the other reading, in which the network ends with the matrix of eq. 13.
     """
-    pairs = like_pairs(settings.teacher_layers, teacher, student, method="kroneckerbert")
+    pairs = pair_equal_shapes(settings.teacher_layers, teacher, student, method="kroneckerbert")
     check_scores(settings.attention, teacher, student, method="kroneckerbert")
     causal = family_of(student).causal
     inner = [
@@ -87,7 +87,7 @@ def build_kroneckerbert(
         *(mse_term(_FFN_OUTPUTS[settings.ffn_output], pair, scale=settings.scale, name="ffn") for pair in pairs),
     ]
     output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature)
-    terms = weighted(settings, inner) | output | label_terms(settings.label, objective)
+    terms = weigh(settings, inner) | output | label_terms(settings.label, objective)
     return Method(**vars(terms), shift=causal)
 
 

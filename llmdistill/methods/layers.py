@@ -82,7 +82,7 @@ def pair_layers(
     return pairs
 
 
-def same_direction(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> bool:
+def check_direction(teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str) -> bool:
     """Return whether both models are decoders, not encoders; raise UserError if one is a decoder and one is not."""
     causal = is_causal(student)
     if is_causal(teacher) != causal:
@@ -115,7 +115,7 @@ def check_scores(weight: float, teacher: PreTrainedConfig, student: PreTrainedCo
             )
 
 
-def last_or_mapped(
+def pair_last_or_mapped(
     layer: int | Literal["last"],
     spec: str | None,
     teacher: PreTrainedConfig,
@@ -140,7 +140,7 @@ def last_or_mapped(
     return pair_layers(numbers, teacher, student, method=method)
 
 
-def like_pairs(
+def pair_equal_shapes(
     spec: str | None, teacher: PreTrainedConfig, student: PreTrainedConfig, *, method: str
 ) -> list[LayerPair]:
     """Return the pairs of layers of two models with the same sizes, which a method compares layer by layer.
@@ -263,7 +263,7 @@ def mse_term(
     return layer_term(name or aspect, pair, loss, aspect)
 
 
-def weighted(settings: object, terms: Iterable[LayerTerm]) -> Terms:
+def weigh(settings: object, terms: Iterable[LayerTerm]) -> Terms:
     """Return the terms with a weight over 0. The weight of a term is the setting of the same name."""
     active = [term for term in terms if getattr(settings, term.name) > 0]
     return Terms({term.name: float(getattr(settings, term.name)) for term in active}, active)

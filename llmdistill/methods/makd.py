@@ -80,7 +80,10 @@ def build_makd(
     0 or without layers is left out: it is not in the weights, is not computed, and requests no taps. If sequences have
     targets, logits and label have a counterpart of the same weight for them (sequence_logits, sequence_label).
     """
-    pairs = {pair.student: pair for pair in layers.like_pairs(settings.teacher_layers, teacher, student, method="makd")}
+    pairs = {
+        pair.student: pair
+        for pair in layers.pair_equal_shapes(settings.teacher_layers, teacher, student, method="makd")
+    }
     layers.check_scores(settings.attention, teacher, student, method="makd")
     family, depth = family_of(student), shape_of(student).num_layers
     layer_sets = [
@@ -101,7 +104,7 @@ def build_makd(
     ]
     positions = positions_of(settings.positions, causal=family.causal)
     output = soft_terms("logits", settings.logits, objective, temperature=settings.temperature, positions=positions)
-    terms = layers.weighted(settings, inner) | output | label_terms(settings.label, objective)
+    terms = layers.weigh(settings, inner) | output | label_terms(settings.label, objective)
     if not terms.weights:
         raise UserError("makd: no term is left to train with: give one a weight over 0, and layers to act in")
     return Method(**vars(terms), shift=family.causal)

@@ -69,7 +69,7 @@ def build_minilm(
     matrix maps the student's. The method never uses the logits, whatever the objective is.
     """
     layers.check_heads(teacher, student, method="minilm")
-    causal = layers.same_direction(teacher, student, method="minilm")
+    causal = layers.check_direction(teacher, student, method="minilm")
     layers.check_scores(settings.attention, teacher, student, method="minilm")
     student_shape, teacher_shape = shape_of(student), shape_of(teacher)
     widths = student_shape.num_kv_heads * student_shape.value_dim, teacher_shape.num_kv_heads * teacher_shape.value_dim
@@ -88,7 +88,9 @@ def build_minilm(
     # If both models repeat their values by a common factor, the relations repeat too: the least common number of heads
     # gives the same mean.
     heads = math.lcm(student_shape.num_kv_heads, teacher_shape.num_kv_heads)
-    pairs = layers.last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilm")
+    pairs = layers.pair_last_or_mapped(
+        settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilm"
+    )
     mapped = "hidden" in projections
     attention_kl = partial(losses.attention_kl, direction="teacher_student")
     relation = partial(layers.relation_term, causal=causal)
@@ -100,7 +102,7 @@ def build_minilm(
         *(relation("hidden_relation", ("hidden", "hidden"), pair, student_shape.num_heads) for pair in pairs),
         *(layers.mse_term("hidden", pair, name="hidden_mse", scale=settings.scale, mapped=mapped) for pair in pairs),
     ]
-    return Method(**vars(layers.weighted(settings, terms)), shift=causal, projections=projections)
+    return Method(**vars(layers.weigh(settings, terms)), shift=causal, projections=projections)
 
 
 def _make_value_term(pair: layers.LayerPair, *, scale: layers.Scale, mapped: bool) -> LayerTerm:

@@ -11,7 +11,7 @@ from llmdistill.config.marks import at_least, each_once, replaces
 from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
-from llmdistill.methods.layers import last_or_mapped, relation_term, same_direction
+from llmdistill.methods.layers import check_direction, pair_last_or_mapped, relation_term
 from llmdistill.models.families import Shape, shape_of
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.step.method import Method
@@ -83,7 +83,7 @@ def build_minilmv2(
     """
     if settings.teacher_layer == "auto":
         raise UserError("minilmv2.teacher_layer is auto, which only a run on a text searches for: name a layer")
-    causal = same_direction(teacher, student, method="minilmv2")
+    causal = check_direction(teacher, student, method="minilmv2")
     relations = {f"relation_{left}{right}": (SIDES[left], SIDES[right]) for left, right in settings.relations}
     teacher_widths, student_widths = (
         sorted({_compute_width(shape_of(config), sides) for sides in relations.values()})
@@ -97,7 +97,7 @@ def build_minilmv2(
             f"{', '.join(map(str, teacher_widths))} in the teacher and {', '.join(map(str, student_widths))} in the "
             f"student; give one of {', '.join(map(str, divisors))}"
         )
-    pairs = last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilmv2")
+    pairs = pair_last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilmv2")
     return Method(
         weights=dict.fromkeys(relations, settings.weight),
         layer_terms=[

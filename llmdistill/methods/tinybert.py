@@ -56,7 +56,7 @@ def build_tinybert(
     the student's layers (eq. 11).
     If the widths differ, one learned matrix maps the hidden states of all layers, and another maps the embedding.
     """
-    causal = layers.same_direction(teacher, student, method="tinybert")
+    causal = layers.check_direction(teacher, student, method="tinybert")
     layers.check_scores(settings.attention, teacher, student, method="tinybert")
     student_shape, teacher_shape = shape_of(student), shape_of(teacher)
     numbers = layers.map_layers(settings.teacher_layers, teacher, student, key="tinybert.teacher_layers")
@@ -74,7 +74,7 @@ def build_tinybert(
     embedding = layers.LayerPair(0, 0, None)
     terms.append(layers.mse_term("embedding", embedding, scale=settings.scale, mapped="embedding" in projections))
     output = soft_terms("soft", settings.soft, objective, temperature=settings.temperature)
-    return Method(**vars(layers.weighted(settings, terms) | output), shift=causal, projections=projections)
+    return Method(**vars(layers.weigh(settings, terms) | output), shift=causal, projections=projections)
 
 
 TINYBERT = MethodEntry(

@@ -64,7 +64,7 @@ class CacheTrace(Teacher):
         """Return the bytes of the shards of so many positions, without their headers of some hundred bytes each."""
         return self.row_bytes(counts) + _INDEX * counts["sequences"]
 
-    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+    def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Return the outputs for a batch on the meta device, made as `CachedTeacher` makes them."""
         counts = count_positions(batch)
 
@@ -130,7 +130,7 @@ def trace_cache(
     teacher.eval().requires_grad_(False)
     tapped_teacher = tapped(method, "teacher", teacher, vocabulary=vocabulary)
     with on_gpu(), tracer, torch.no_grad():
-        outputs = tapped_teacher.teach(batch, lm_head=method.teacher_positions)
+        outputs = tapped_teacher.compute_targets(batch, lm_head=method.teacher_positions)
         rows = to_rows(outputs, batch, request, top_k=settings.kept_top_k, vocabulary=vocabulary)
     tapped_teacher.remove()
     head = next((inputs for inputs in outputs.lm_head.values() if isinstance(inputs, HeadInputs)), None)

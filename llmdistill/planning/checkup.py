@@ -204,8 +204,10 @@ def term_sizes(
         for name in progress(method.weights, "Checking", "terms of the loss"):
             # Anew for each term, because a pass of the student drops the teacher's taps that it has used.
             with torch.no_grad():
-                teacher_outputs = None if teacher is None else teacher.teach(batch, lm_head=method.teacher_positions)
-            losses = learner.learn(batch, alone(method.running(teacher_outputs, batch, divisors), name))
+                teacher_outputs = (
+                    None if teacher is None else teacher.compute_targets(batch, lm_head=method.teacher_positions)
+                )
+            losses = learner.compute_losses(batch, alone(method.bind_terms(teacher_outputs, batch, divisors), name))
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
             gradients_of_parameters = (
                 torch.autograd.grad(losses.total, parameters, allow_unused=True) if gradients else ()

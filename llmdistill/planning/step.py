@@ -172,12 +172,12 @@ def trace_step(
     with on_gpu(), tracer, in_head:
         if teacher is not None:
             with torch.no_grad(), tracer.part("taps"):
-                teacher_outputs = teacher.teach(batch, lm_head=method.teacher_positions)
+                teacher_outputs = teacher.compute_targets(batch, lm_head=method.teacher_positions)
             teacher_work = tracer.work
-        terms = method.running(teacher_outputs, batch)
+        terms = method.bind_terms(teacher_outputs, batch)
         del teacher_outputs
         traced_terms = [replace(term, loss=tracer.part("taps")(term.loss)) for term in terms.layer_terms]
-        learner.learn(batch, replace(terms, layer_terms=traced_terms)).total.backward()
+        learner.compute_losses(batch, replace(terms, layer_terms=traced_terms)).total.backward()
         del terms
     moments.append(Moment(moments[-1].gradients if moments else 0, tracer.take_peak()))
     for handle in handles:

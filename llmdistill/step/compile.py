@@ -61,7 +61,7 @@ def _compile_layer(layer: nn.Module, recorder: Recorder, backend: str) -> Callab
     plain = (vars(function)["__wrapped__"] if checkpoints else function).__get__(layer)
 
     def trace_layer(*args: Any, **kwargs: Any) -> Any:
-        return recorder.collecting(plain, *args, **kwargs)
+        return recorder.collect(plain, *args, **kwargs)
 
     # torch limits the number of graphs per code object, so each layer gets its own code object.
     layer_function = FunctionType(trace_layer.__code__.replace(), globals(), "layer", None, trace_layer.__closure__)
@@ -88,7 +88,7 @@ def _compile_layer(layer: nn.Module, recorder: Recorder, backend: str) -> Callab
             result, collected = checkpoint(partial(run_compiled, **kwargs), *args)
         else:
             result, collected = run_compiled(*args, **kwargs)
-        recorder.keep(collected)
+        recorder.record(collected)
         return result
 
     return forward

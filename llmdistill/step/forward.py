@@ -14,13 +14,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Sequences, Taps
 from llmdistill.errors import UserError
-from llmdistill.losses.terms import Losses, RunningTerms
+from llmdistill.losses.terms import BoundTerms, Losses
 from llmdistill.models.families import family_of, has_family, has_plain_logits, has_segments, is_causal
 from llmdistill.models.general import layer_values
 from llmdistill.models.sentences import SentencePooler
 from llmdistill.objective import Pooling
 from llmdistill.step.heads import LMHead
-from llmdistill.step.learning import HeadLosses, LayerLosses, by_positions
+from llmdistill.step.learning import HeadLosses, LayerLosses, split_by_positions
 from llmdistill.step.taps import Recorder
 
 
@@ -88,14 +88,14 @@ class TappedModel:
         finally:
             self.shortcut, self.makes_mask = before
 
-    def own_logits(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    def compute_own_logits(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Return the logits (B, T, V), and the outputs of the last linear of the LM head, without taps."""
         with self._head.watched() as outputs:
             logits, _ = self._split_outputs(self._run(batch), batch)
         assert logits is not None, "the model has no language-model head"
         return logits, outputs
 
-    def through_head(
+    def run_through_head(
         self, batch: Batch, compute: Callable[[HeadInputs], Tensor], place: Positions = "labels"
     ) -> Tensor | None:
         """Run the model without taps; return the result of `compute` on the LM head's inputs at these positions.
@@ -107,15 +107,15 @@ class TappedModel:
         with self._restrict_head(batch, (place,), compute):
             return self._split_outputs(self._run(batch), batch)[0]
 
-    def look(self, batch: Batch, inspect: Callable[[HeadInputs], None]) -> None:
+    def inspect_head(self, batch: Batch, inspect: Callable[[HeadInputs], None]) -> None:
         """Run the model without taps; `inspect` gets the LM head's inputs at the labels, or the logits there."""
         batch = batch.with_label_rows(shift=self.shift)
 
-        def inspect_head(head: HeadInputs) -> Tensor:
+        def inspect_rows(head: HeadInputs) -> Tensor:
             inspect(head)
             return head.rows
 
-        logits = self.through_head(batch, inspect_head)
+        logits = self.run_through_head(batch, inspect_rows)
         if not self.shortcut and logits is not None:
             inspect(_select_logits(logits, batch, ("labels",)))
 
@@ -134,11 +134,11 @@ class TappedModel:
         logits, sequences = self._split_outputs(result, batch)
         return Outputs(
             logits=None if logits is None else logits[..., : self._vocabulary],
-            taps=self._recorder.take(),
+            taps=self._recorder.pop_taps(),
             sequence_logits=sequences,
         )
 
-    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+    def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run the teacher on a batch; return taps and the LM head's inputs at these kinds of positions."""
         batch = batch.with_label_rows(shift=self.shift)
         head_inputs: list[HeadInputs] = []
@@ -157,8 +157,8 @@ class TappedModel:
             keep_inputs(_select_logits(logits, batch, lm_head))
         return Outputs(
             logits=None,
-            taps=self._recorder.take(),
-            lm_head=by_positions(head_inputs[0], batch, lm_head) if head_inputs else {},
+            taps=self._recorder.pop_taps(),
+            lm_head=split_by_positions(head_inputs[0], batch, lm_head) if head_inputs else {},
             sequence_logits=sequences,
         )
 
@@ -167,11 +167,11 @@ class TappedModel:
         """As a `Teacher`: this model runs here."""
         return {"teacher": self}
 
-    def reads(self, batch: Batch) -> Batch:
+    def retokenize(self, batch: Batch) -> Batch:
         """As a `Teacher`: its tokens are those of the student."""
         return batch
 
-    def learn(self, batch: Batch, terms: RunningTerms) -> Losses:
+    def compute_losses(self, batch: Batch, terms: BoundTerms) -> Losses:
         """Run the student on a batch and compute the terms of its loss and their gradients."""
         batch = batch.with_label_rows(shift=self.shift)
         taps = Taps() if terms.teacher is None else terms.teacher.taps
@@ -183,7 +183,7 @@ class TappedModel:
         recording = self._recorder.recording(layers.compute_ready, mask=batch.mask)
         with recording, self._restrict_head(batch, head.places, head):
             result = self._run(batch)
-        self._recorder.take()
+        self._recorder.pop_taps()
 
         # Terms of the LM head: with the shortcut the output in place of the logits is their total already.
         total, sequences = self._split_outputs(result, batch)
@@ -247,9 +247,9 @@ class TappedModel:
         if not self.shortcut:
             return nullcontext()
         if not places:
-            return self._head.taken_over(batch.rows_at("labels")[:0], None)
+            return self._head.replaced(batch.rows_at("labels")[:0], None)
         # A position of two kinds has two rows: to find it again among the others the host would have to wait.
-        return self._head.taken_over(torch.cat([batch.rows_at(place) for place in places]), compute)
+        return self._head.replaced(torch.cat([batch.rows_at(place) for place in places]), compute)
 
     def _split_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """Return the outputs of the LM head and of the head for sequences; None for a head that the model lacks."""

@@ -21,7 +21,7 @@ from llmdistill.models.sharded import gathered
 class LMHead:
     """The LM head of a model, whose last linear (to the vocabulary) can be watched or replaced.
 
-    Outside `taken_over()` the model behaves as before. The replacement runs inside the head's own modules: there ZeRO-3
+    Outside `replaced()` the model behaves as before. The replacement runs inside the head's own modules: there ZeRO-3
     has gathered their parameters, and its hooks on the outputs gather them again in the backward pass.
     """
 
@@ -44,7 +44,7 @@ class LMHead:
         return self._last is not None
 
     @contextmanager
-    def taken_over(self, rows_N: Tensor, replacement: Callable[[HeadInputs], Tensor] | None) -> Iterator[None]:
+    def replaced(self, rows_N: Tensor, replacement: Callable[[HeadInputs], Tensor] | None) -> Iterator[None]:
         """Run the LM head on some rows only, given by their (N,) flat positions b·T + t in int64.
 
         The result of `replacement` on the inputs of the last linear replaces the logits; None computes the logits.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmdistill.batch import Batch, HeadInputs, LossSum, OtherTokens, Positions, SeveralHeads, Taps, TaughtRows
+from llmdistill.batch import Batch, HeadInputs, LossSum, OtherTokens, Positions, SeveralHeads, Taps, TeacherRows
 from llmdistill.losses.head import token_losses
-from llmdistill.losses.terms import LayerTerm, RunningTerms, Tap, add_losses
+from llmdistill.losses.terms import BoundTerms, LayerTerm, Tap, add_losses
 from llmdistill.models.sharded import gathered
 
 
@@ -56,7 +56,7 @@ class HeadLosses:
     It is called inside the LM head, whose product it replaces: there ZeRO-3 has gathered the parameters.
     """
 
-    def __init__(self, terms: RunningTerms, batch: Batch, *, shift: bool, vocabulary: int | None) -> None:
+    def __init__(self, terms: BoundTerms, batch: Batch, *, shift: bool, vocabulary: int | None) -> None:
         """See `TappedModel` for `shift` and `vocabulary`."""
         self._terms, self._batch, self._shift, self._vocabulary = terms, batch, shift, vocabulary
         self.places: tuple[Positions, ...] = tuple(dict.fromkeys(term.positions for term in terms.token_terms))
@@ -66,7 +66,7 @@ class HeadLosses:
     def __call__(self, head: HeadInputs) -> Tensor:
         """Return the weighted total of the terms; the rows are those of `places`, one kind after the other."""
         counts, totals = self._batch.counts(), []
-        for place, rows in by_positions(head, self._batch, self.places).items():
+        for place, rows in split_by_positions(head, self._batch, self.places).items():
             terms = [term for term in self._terms.token_terms if term.positions == place]
             if place == "labels":
                 labels_N = self._batch.row_labels(shift=self._shift)
@@ -91,14 +91,14 @@ class HeadLosses:
         return torch.stack(totals).sum()
 
 
-def _list_heads(teacher: TaughtRows | None) -> tuple[HeadInputs, ...]:
+def _list_heads(teacher: TeacherRows | None) -> tuple[HeadInputs, ...]:
     if isinstance(teacher, SeveralHeads):
         return teacher.heads
     head = teacher.head if isinstance(teacher, OtherTokens) else teacher
     return (head,) if isinstance(head, HeadInputs) else ()
 
 
-def by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:
+def split_by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:
     """Split the rows of an LM head that ran on several kinds of positions, one after the other, by kind."""
     parts = head.rows.split([len(batch.rows_at(place)) for place in places])
     return {place: head._replace(rows=rows) for place, rows in zip(places, parts, strict=True)}

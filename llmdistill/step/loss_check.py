@@ -18,7 +18,7 @@ LossModes = Mapping[str, Mapping[str, bool]]
 
 def check_models(teacher: Teacher | None, student: TappedModel, batch: Batch) -> LossModes:
     """Check all models as `check_losses` does; a teacher with another tokenizer reads the batch in its own tokens."""
-    teacher_modes = {} if teacher is None else check_losses(teacher.live, teacher.reads(batch))
+    teacher_modes = {} if teacher is None else check_losses(teacher.live, teacher.retokenize(batch))
     return {**teacher_modes, **check_losses({"student": student}, batch)}
 
 

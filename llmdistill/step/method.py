@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmdistill import losses
 from llmdistill.batch import Aspect, Batch, Mapped, Outputs, Positions, TapRequest
-from llmdistill.losses.terms import LayerTerm, RunningTerms, SequenceTerm, Tap
+from llmdistill.losses.terms import BoundTerms, LayerTerm, SequenceTerm, Tap
 from llmdistill.objective import Pooling
 
 if TYPE_CHECKING:
@@ -83,16 +83,16 @@ class Method(Terms):
         """The kinds of positions at which terms use the teacher's logits for tokens; empty if none does."""
         return tuple(dict.fromkeys(term.positions for term in self.token_terms if term.divergence is not None))
 
-    def running(
+    def bind_terms(
         self, teacher: Outputs | None, batch: Batch, divisors: Mapping[Positions, Tensor] | None = None
-    ) -> RunningTerms:
+    ) -> BoundTerms:
         """Return the terms that are computed during a student's forward pass, and the factor of each.
 
         `teacher` are its outputs for the batch, None only if `needs_teacher` is False. `divisors` are those of the sums
         over each kind of position; by default the sums are not divided.
         """
         assert teacher is not None or not self.needs_teacher, "only the labels' terms need no teacher"
-        return RunningTerms(
+        return BoundTerms(
             layer_terms=self.layer_terms,
             token_terms=[
                 adapted

@@ -63,7 +63,7 @@ def own_loss(tapped: TappedModel, batch: Batch, reduce: Callable[[Tensor], objec
         return _sum_losses(logits_BTV.flatten(0, 1).index_select(0, rows_N), labels_N)
 
     with tapped.modes(shortcut=False, makes_mask=True):
-        logits, outputs = tapped.own_logits(sample)
+        logits, outputs = tapped.compute_own_logits(sample)
     own = loss(logits)
     ours = of_product = torch.full_like(own, torch.nan)
     is_plain = False
@@ -74,7 +74,7 @@ def own_loss(tapped: TappedModel, batch: Batch, reduce: Callable[[Tensor], objec
         if is_plain:
             ours = _sum_through_head(tapped, sample, labels_N, otherwise=ours)
         else:  # nothing else differs if the mask is the model's own
-            ours = own if tapped.makes_mask else loss(tapped.own_logits(sample)[0])
+            ours = own if tapped.makes_mask else loss(tapped.compute_own_logits(sample)[0])
     sums = torch.stack([own, ours, of_product, own.new_tensor(len(labels_N)), own.new_tensor(not is_plain)])
     reduce(sums)
     # The sums were reduced over the ranks, so that all ranks compare the same numbers.
@@ -97,7 +97,7 @@ def _sum_through_head(tapped: TappedModel, sample: Batch, labels_N: Tensor, *, o
         return sums[0]
 
     try:
-        tapped.through_head(sample, add_sum)
+        tapped.run_through_head(sample, add_sum)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         # What an unknown model does around its head may need logits of the usual shape. All ranks fail alike.
         if isinstance(error, torch.OutOfMemoryError):

@@ -51,7 +51,7 @@ class ForwardPass:
     """Whether layers are computed again in the backward pass."""
     recording: Recording | None
     taps: Taps | None
-    """None if the pass is not recorded, and once `take` has returned the taps."""
+    """None if the pass is not recorded, and once `pop_taps` has returned the taps."""
     arrived: set[Tap] = field(default_factory=set)
     """The taps that were recorded; a loss may have removed their tensors since."""
     is_running: bool = True
@@ -67,7 +67,7 @@ class Recorder:
         recorder = Recorder(model, {"query": frozenset({0, 1}), "hidden": frozenset({3})})
         with recorder.recording():
             logits = model(**inputs).logits
-        taps = recorder.take()
+        taps = recorder.pop_taps()
 
     Build the recorder when the modules are final: after factorization, and after `deepspeed.initialize`. The hooks of
     ZeRO-3 wrap the outputs of modules, so that their parameters are gathered in the backward pass, and the taps must
@@ -127,7 +127,7 @@ class Recorder:
     def recording(
         self, on_tap: Callable[[Taps, Tap], None] | None = None, *, mask: AttentionMask | None = None
     ) -> Iterator[None]:
-        """Record the forward passes inside this block; `take` returns the taps of the last one.
+        """Record the forward passes inside this block; `pop_taps` returns the taps of the last one.
 
         `on_tap` is called after each tensor is recorded; it may remove tensors from the taps. They keep `mask`, which
         is that of the batch.
@@ -155,8 +155,8 @@ class Recorder:
             if self._forward is None or not self._forward.recomputes:
                 self._mask.restore()
 
-    def collecting(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Collected]]:
-        """Run a part of the model; return its result and the tapped tensors, which the caller passes to `keep`.
+    def collect(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Collected]]:
+        """Run a part of the model; return its result and the tapped tensors, which the caller passes to `record`.
 
         A compiled graph thus only returns its inner tensors, and the losses on them run outside the graph.
         """
@@ -166,8 +166,8 @@ class Recorder:
         self._collected = None
         return result, collected
 
-    def keep(self, collected: list[Collected]) -> None:
-        """Record the tensors from `collecting` as if they were tapped now."""
+    def record(self, collected: list[Collected]) -> None:
+        """Record the tensors from `collect` as if they were tapped now."""
         forward = self._forward
         if forward is None or forward.taps is None or not forward.is_running:
             return
@@ -188,7 +188,7 @@ class Recorder:
                 if forward.recording is not None and forward.recording.on_tap is not None:
                     forward.recording.on_tap(taps, (aspect, layer))
 
-    def take(self) -> Taps:
+    def pop_taps(self) -> Taps:
         """Return the taps of the last recorded forward pass, and remove them from the recorder.
 
         Raises RuntimeError if no forward pass was recorded, or if a requested tensor is missing.
@@ -253,7 +253,7 @@ class Recorder:
         if self._collected is not None:
             self._collected.append(tapped)
         else:
-            self.keep([tapped])
+            self.record([tapped])
 
     def _is_checkpointed(self) -> bool:
         """Whether activation checkpointing recomputes layers in the backward pass.

@@ -13,7 +13,7 @@ from llmdistill.step.forward import TappedModel
 class Teacher(Protocol):
     """A teacher. `TappedModel` is the one that runs here; the others are files of `teachers/`, which inherit this."""
 
-    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+    def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Return, for a batch, the taps, and the inputs of the distributions at these kinds of positions."""
         ...
 
@@ -22,7 +22,7 @@ class Teacher(Protocol):
         """The models that run here, by what a note calls them; none where the outputs come from elsewhere."""
         return {}
 
-    def reads(self, batch: Batch) -> Batch:
+    def retokenize(self, batch: Batch) -> Batch:
         """Return the batch of the student as the teacher reads it, in other tokens if it has another tokenizer."""
         return batch
 

@@ -58,7 +58,7 @@ def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Bat
 
         # Logits of all positions would take T * V floats; the head is called with the rows of the labels alone, in
         # chunks.
-        with head.taken_over(located.label_rows, sum_losses) if in_chunks else nullcontext():
+        with head.replaced(located.label_rows, sum_losses) if in_chunks else nullcontext():
             outputs = model(**inputs)
         if not in_chunks:
             sum_losses(HeadInputs(outputs.logits.flatten(0, 1).index_select(0, located.label_rows), None, None))

@@ -37,7 +37,7 @@ class CachedTeacher(Teacher):
         self._top_k: int | None = folder.record["held"]["top_k"]
         self._head = folder.head(device)
 
-    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+    def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Return the outputs for the examples of a batch, which must be in the cache.
 
         Raises:

@@ -58,7 +58,7 @@ class TeacherServer:
         self.score([[self._vocabulary - 1]])
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[TopK]:
-        """Return the k most likely tokens after each of the T tokens of each sequence, (T, k), with the tail at 1.
+        """Return the k most likely tokens after each of the T tokens of each sequence, (T, k), with the rest at 1.
 
         Raises:
             ServerLost: the server has not answered for too long.
@@ -132,14 +132,14 @@ class RemoteTeacher(AskedTeacher):
             for each in batch.asked:
                 each.result()
 
-    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+    def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Return the outputs for a batch, which is asked about now if it was not before; raises as `wait` does."""
         batch = (batch if batch.asked else self.ask(batch)).with_label_rows(shift=True)
         answers = [each.result() for each in batch.asked]
         top = TopK(
             torch.cat([each.tokens for each in answers]).to(self._device),
             torch.cat([each.log_probs for each in answers]).to(self._device),
-            {1.0: torch.cat([each.tails[1.0] for each in answers]).to(self._device)},
+            {1.0: torch.cat([each.rest[1.0] for each in answers]).to(self._device)},
         )
         # The answers are those at all real tokens, in their order.
         here = {place: torch.searchsorted(batch.rows_at("tokens"), batch.rows_at(place)) for place in lm_head}

@@ -6,7 +6,7 @@ the tensors begin with the positions to which their rows belong:
     labels.states, tokens.states        (N, K), inputs of the last linear of the LM head
     labels.top, tokens.top              (N, k) int32, the most likely tokens
     labels.log_probs, tokens.log_probs  (N, k), their log-probabilities
-    labels.tail.2.0, tokens.tail.2.0    (N,), the log-mass of the tail at temperature 2
+    labels.tail.2.0, tokens.tail.2.0    (N,), the log-mass of the rest at temperature 2
     sequences.logits                    (B, C), one row an example
     query.3, hidden.5, ...              (N, H, D) or (N, W), a tap at all real tokens
 """
@@ -71,7 +71,7 @@ class Request:
                 return f"the distributions at {place}"
         for temperature in self.temperatures:
             if held["top_k"] is not None and temperature not in held["temperatures"]:
-                return f"the tail's mass at temperature {temperature:g}"
+                return f"the mass of the rest at temperature {temperature:g}"
         for aspect, layers in self.taps.items():
             for layer in sorted(layers.difference(held["taps"].get(aspect, ()))):
                 return "the embedding" if aspect == "embedding" else f"the {aspect} of layer {layer + 1}"
@@ -90,7 +90,7 @@ def to_rows(
     """Return the rows of all examples of a batch, one after the other in the order of its `sample_ids`.
 
     Args:
-        outputs: what `TappedModel.teach` returned for the batch.
+        outputs: what `TappedModel.compute_targets` returned for the batch.
         batch: with `label_rows`, on any device, where the rows are too.
         request: what is kept.
         top_k: number of most likely tokens to keep; None keeps hidden states.
@@ -119,7 +119,7 @@ def to_rows(
 def top_rows(top: TopK, place: Positions) -> dict[str, Tensor]:
     """Return the rows of the most likely tokens at positions of one kind."""
     rows = {f"{place}.top": top.tokens.int(), f"{place}.log_probs": top.log_probs}
-    return rows | {f"{place}.tail.{temperature}": tail for temperature, tail in top.tails.items()}
+    return rows | {f"{place}.tail.{temperature}": mass for temperature, mass in top.rest.items()}
 
 
 def _most_likely(head: HeadInputs, k: int, temperatures: Sequence[float], vocabulary: int | None) -> TopK:
@@ -135,7 +135,7 @@ def _most_likely(head: HeadInputs, k: int, temperatures: Sequence[float], vocabu
     return TopK(
         torch.cat([part.tokens for part in parts]),
         torch.cat([part.log_probs for part in parts]),
-        {t: torch.cat([part.tails[t] for part in parts]) for t in temperatures},
+        {t: torch.cat([part.rest[t] for part in parts]) for t in temperatures},
     )
 
 
@@ -162,7 +162,7 @@ def to_outputs(
     head: HeadInputs | None,
     scaling: Mapping[int, float],
 ) -> Outputs:
-    """Return a teacher's outputs for a batch from the rows of its examples, as `TappedModel.teach` does.
+    """Return a teacher's outputs for a batch from the rows of its examples, as `TappedModel.compute_targets` does.
 
     Taps are 0 at padding, which no loss looks at.
 
@@ -188,7 +188,7 @@ def to_outputs(
             assert head is not None, "hidden states need the head"
             lm_head[place] = head._replace(rows=read(f"{place}.states"))
         else:
-            tails = {t: read(f"{place}.tail.{t}") for t in request.temperatures}
-            lm_head[place] = TopK(read(f"{place}.top").long(), read(f"{place}.log_probs"), tails)
+            rest = {t: read(f"{place}.tail.{t}") for t in request.temperatures}
+            lm_head[place] = TopK(read(f"{place}.top").long(), read(f"{place}.log_probs"), rest)
     sequences = read("sequences.logits") if request.sequences else None
     return Outputs(logits=None, taps=taps, lm_head=lm_head, sequence_logits=sequences)

@@ -29,11 +29,11 @@ class AveragedTeachers(Teacher):
         """Those of the teachers that run here."""
         return _live(self.teachers)
 
-    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+    def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run every teacher on a batch."""
         total = sum(self.weights)
         weights = tuple(weight / total for weight in self.weights)
-        found = [teacher.teach(batch, lm_head=lm_head).lm_head for teacher in self.teachers.values()]
+        found = [teacher.compute_targets(batch, lm_head=lm_head).lm_head for teacher in self.teachers.values()]
         heads = {place: tuple(_head(each, place) for each in found) for place in lm_head}
         several = {place: SeveralHeads(of, weights, self.average) for place, of in heads.items()}
         return Outputs(logits=None, taps=Taps(), lm_head=several)
@@ -53,7 +53,7 @@ class TeachersOfRows(Teacher):
         """Those of the teachers that run here."""
         return _live(self.teachers)
 
-    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+    def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run each teacher on its own rows of a decoder's batch."""
         assert tuple(lm_head) == ("labels",), "the positions of decoders are those of the labels"
         device, there = batch.input_ids.device, batch.to("cpu").with_label_rows(shift=True)
@@ -68,7 +68,7 @@ class TeachersOfRows(Teacher):
             if not own and name not in self.together:
                 continue
             part = whole.select(own or [0]).with_label_rows(shift=True).to(device)
-            head = _head(teacher.teach(part, lm_head=lm_head).lm_head, "labels")
+            head = _head(teacher.compute_targets(part, lm_head=lm_head).lm_head, "labels")
             heads.append(head if own else head._replace(rows=head.rows[:0]))
             places.append(torch.isin(row_N, torch.tensor(own, dtype=torch.long)).nonzero()[:, 0])
         return Outputs(logits=None, taps=Taps(), lm_head={"labels": SeveralHeads(tuple(heads), places=tuple(places))})

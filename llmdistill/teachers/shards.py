@@ -159,7 +159,7 @@ def _save(
 def write_by_scorer(job: Job, missing: Sequence[int], score: Callable[[list[list[int]]], list[TopK]]) -> None:
     """Write the missing shards of the most likely tokens from this one process.
 
-    `score` returns those after each of the T tokens of given sequences, (T, k), with the tail at temperature 1.
+    `score` returns those after each of the T tokens of given sequences, (T, k), with the rest at temperature 1.
     """
     for number in progress(missing, "Teacher's outputs", "shards"):
         # Each example is collated alone, so that it has no padding, and its positions are those of its tokens.
@@ -181,7 +181,7 @@ def _run_teacher(job: Job, teacher: TappedModel, shard: Shard, number: int) -> t
     batch = job.batch(shard[min(number, len(shard) - 1)])
     moved = batch.to(World.current().device)
     with torch.no_grad():
-        outputs = teacher.teach(moved, lm_head=job.request.positions)
+        outputs = teacher.compute_targets(moved, lm_head=job.request.positions)
         head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
         with nullcontext() if head is None else gathered(head.weight, head.bias):
             # Rank 0 writes the LM head, once.

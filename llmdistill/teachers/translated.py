@@ -245,11 +245,11 @@ class TranslatedTeacher(Teacher):
         """The model of the teacher, if it runs here."""
         return self.teacher.live
 
-    def reads(self, batch: Batch) -> Batch:
+    def retokenize(self, batch: Batch) -> Batch:
         """Return the text of a batch in the teacher's tokens."""
         return self.translation(batch)[0].with_label_rows(shift=True).to(batch.input_ids.device)
 
-    def teach(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+    def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run the teacher on the text of a batch; the note at the first one says how many labels are compared."""
         assert tuple(lm_head) == ("labels",), "the positions of other tokens are those of the labels"
         device = batch.input_ids.device
@@ -257,7 +257,7 @@ class TranslatedTeacher(Teacher):
         if not self._is_told:
             self.say(f"Note        the teacher has another tokenizer; of the first batch's labels {shares(others)}")
             self._is_told = True
-        found = self.teacher.teach(of_teacher.with_label_rows(shift=True).to(device), lm_head=lm_head)
+        found = self.teacher.compute_targets(of_teacher.with_label_rows(shift=True).to(device), lm_head=lm_head)
         head = found.lm_head["labels"]
         assert isinstance(head, HeadInputs), "a cache knows only its own tokens"
         moved = {

@@ -235,7 +235,7 @@ def nearest_rotation(
     product: Tensor | float = 0.0
     for start in progress(range(0, len(chosen), _SENTENCES_A_BATCH), "Matching embeddings", "batches"):
         batch = collate(chosen[start : start + _SENTENCES_A_BATCH]).to(world.device)
-        theirs = teacher.teach(batch, lm_head=()).sequence_logits
+        theirs = teacher.compute_targets(batch, lm_head=()).sequence_logits
         assert theirs is not None, "the teacher gives no embeddings"
         if student is not None:
             with scoring_forward(student, pooling=method.pooling) as forward:

@@ -52,7 +52,7 @@ def number_beyond_vllm(plan: Plan, *, remedy: str) -> str | None:
     temperatures, length = Request.of(plan.method).temperatures, plan.config.data.max_length
     if temperatures != (1.0,):
         asked = ", ".join(f"{temperature:g}" for temperature in temperatures)
-        return f"the tail's mass at temperature {asked} does not follow from vLLM's answers; {remedy}"
+        return f"the mass of the rest at temperature {asked} does not follow from vLLM's answers; {remedy}"
     if plan.models.compared_tokens != plan.models.teacher.vocab_size:
         return (
             f"vLLM compares all {plan.models.teacher.vocab_size} tokens of the teacher, of which the student has "

@@ -203,8 +203,8 @@ class DistillationLoss:
                     self.student.train(training)
             if self._teaching is not None:
                 with torch.no_grad():
-                    teacher_outputs = self._teaching.teach(located, lm_head=self.method.teacher_positions)
-            losses = self._learner.learn(located, self.method.running(teacher_outputs, located, divisors))
+                    teacher_outputs = self._teaching.compute_targets(located, lm_head=self.method.teacher_positions)
+            losses = self._learner.compute_losses(located, self.method.bind_terms(teacher_outputs, located, divisors))
         finally:
             self._forward = self.student
         terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}

@@ -81,8 +81,8 @@ class Trainer:
         nothing = torch.zeros((), device=World.current().device)
         for batch in batches:
             with self.teaching.running(), torch.no_grad():
-                teacher_outputs = self.teach(batch)
-            losses = self.student.learn(batch, self.method.running(teacher_outputs, batch, divisors))
+                teacher_outputs = self.compute_targets(batch)
+            losses = self.student.compute_losses(batch, self.method.bind_terms(teacher_outputs, batch, divisors))
             self.engine.backward(losses.total * undo_average)
             self.engine.step()
             sums = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.terms.items()}
@@ -95,12 +95,12 @@ class Trainer:
         shift = (self.method if method is None else method).shift
         return batch.with_label_rows(shift=shift).to(World.current().device)
 
-    def teach(self, batch: Batch, method: Method | None = None) -> Outputs | None:
+    def compute_targets(self, batch: Batch, method: Method | None = None) -> Outputs | None:
         """Return what a method, by default the run's, asks of the teacher; None if it needs none."""
         method = self.method if method is None else method
         if self.teacher is None or not method.needs_teacher:
             return None
-        return self.teacher.teach(batch, lm_head=method.teacher_positions)
+        return self.teacher.compute_targets(batch, lm_head=method.teacher_positions)
 
     def check_losses(self, start: int, known: LossModes | None) -> LossModes:
         """Decide how the token losses of the models are computed, if the method has any, before the first forward pass.
@@ -129,7 +129,9 @@ class Trainer:
             with torch.no_grad():
                 for batch in micro_batches:
                     moved = self.moved(batch)
-                    self.student.learn(moved, self.method.running(self.teach(moved), moved, moved.divisors()))
+                    self.student.compute_losses(
+                        moved, self.method.bind_terms(self.compute_targets(moved), moved, moved.divisors())
+                    )
 
         return first_not_finite(models, run)
 

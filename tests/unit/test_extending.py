@@ -129,7 +129,7 @@ def test_an_architecture_of_ones_own_is_tapped_right():
     recorder = Recorder(model, dict.fromkeys(aspects, frozenset({0, 1})))
     with recorder.recording():
         assert torch.equal(model(ids).logits, stock.logits)
-    taps = recorder.take()
+    taps = recorder.pop_taps()
     recorder.remove()
 
     assert torch.equal(taps.hidden[0], stock.hidden_states[1])

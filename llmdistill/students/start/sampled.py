@@ -262,7 +262,7 @@ def judged_rows(tapped: TappedModel, batch: Batch) -> tuple[HeadInputs, bool, bo
     has_head = model.base_model is not model
     handle = model.register_forward_hook(lambda *call: None if has_head else returned.append(call[-1][0]))
     try:
-        outputs = tapped.teach(batch, lm_head=("tokens",))
+        outputs = tapped.compute_targets(batch, lm_head=("tokens",))
     finally:
         handle.remove()
     if outputs.lm_head:
@@ -292,7 +292,7 @@ def _make_sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Calla
         return (head.rows * torch.where(chances_NK < 0.5, -1.0, 1.0)).sum()
 
     if tapped.shortcut and tapped.has_lm_head:
-        total = tapped.through_head(batch, loss, "tokens")
+        total = tapped.run_through_head(batch, loss, "tokens")
         assert total is not None
         return total
     return loss(*judged_rows(tapped, batch))

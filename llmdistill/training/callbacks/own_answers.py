@@ -43,7 +43,7 @@ class OwnAnswers:
         sums = torch.zeros(3, dtype=torch.float64, device=World.current().device)
         trainer.engine.eval()
         with torch.no_grad():
-            teacher = trainer.teach(moved)
+            teacher = trainer.compute_targets(moved)
             taught = None if teacher is None else teacher.lm_head.get("labels")
             top_Nk = None if taught is None else top_tokens(taught, _K, self.vocabulary)
 
@@ -54,7 +54,7 @@ class OwnAnswers:
                 if written_N is not None:
                     sums[2] = (log_probs_of(head, labels_N) - written_N).abs().sum()
 
-            trainer.student.look(moved, compare)
+            trainer.student.inspect_head(moved, compare)
         trainer.engine.train()
         count, shared, gap = all_reduce_sum(sums).tolist()
         state.measures = {

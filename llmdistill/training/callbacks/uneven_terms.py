@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from llmdistill.batch import Batch, Outputs
-from llmdistill.losses.terms import RunningTerms
+from llmdistill.losses.terms import BoundTerms
 from llmdistill.methods import Method
 from llmdistill.models.families import family_of, has_family
 from llmdistill.runtime.terminal import warn_main
@@ -46,12 +46,12 @@ class UnevenTerms:
         if batch.own_answers:  # they are no labels, so the terms on labels have no gradient
             return
 
-        def teach() -> Outputs | None:
+        def compute_targets() -> Outputs | None:
             with torch.no_grad():
-                return trainer.teach(batch)
+                return trainer.compute_targets(batch)
 
         student = trainer.student.without_engine()
-        found = term_gradients(method, student, teach, batch)
+        found = term_gradients(method, student, compute_targets, batch)
         for name, (share, remedy) in uneven_terms(found).items():
             warn_main(f"term {name} has {share:.1%} of the gradient at step {state.step}: {remedy}")
 
@@ -73,7 +73,7 @@ def uneven_terms(gradients: Mapping[str, float]) -> dict[str, tuple[float, str]]
 
 
 def term_gradients(
-    method: Method, student: TappedModel, teach: Callable[[], Outputs | None], batch: Batch
+    method: Method, student: TappedModel, compute_targets: Callable[[], Outputs | None], batch: Batch
 ) -> dict[str, float]:
     """Return for each weighted term the norm of its gradient with respect to the input of the student's first layer.
 
@@ -97,7 +97,8 @@ def term_gradients(
         for name, weight in method.weights.items():
             if weight != 0:
                 outputs.clear()
-                total = student.learn(batch, alone(method.running(teach(), batch, divisors), name)).total
+                terms = alone(method.bind_terms(compute_targets(), batch, divisors), name)
+                total = student.compute_losses(batch, terms).total
                 (found,) = torch.autograd.grad(total, outputs[:1], allow_unused=True)
                 norms[name] = 0.0 if found is None else float(found.float().norm())
     finally:
@@ -105,6 +106,6 @@ def term_gradients(
     return norms
 
 
-def alone(terms: RunningTerms, name: str) -> RunningTerms:
+def alone(terms: BoundTerms, name: str) -> BoundTerms:
     """Return the same terms, where all but one have the factor 0."""
     return replace(terms, factors={each: value if each == name else 0.0 for each, value in terms.factors.items()})

@@ -61,7 +61,9 @@ class Validation:
         with torch.no_grad():
             for batch in progress(self.batches, "Validation", "batches"):
                 moved = trainer.moved(batch, method)
-                terms = trainer.student.learn(moved, method.running(trainer.teach(moved, method), moved)).terms
+                terms = trainer.student.compute_losses(
+                    moved, method.bind_terms(trainer.compute_targets(moved, method), moved)
+                ).terms
                 pairs = [(terms[name].sum.double(), terms[name].count.double()) for name in method.weights]
                 sums += torch.stack([torch.stack(pair) for pair in pairs], dim=1)
         trainer.engine.train()

@@ -71,7 +71,7 @@ def test_a_sampled_divergence_takes_all_tokens_of_given_answers() -> None:
     batch = Batch(labels.clamp_min(0), torch.ones_like(labels), labels)
     method = build_method(["kd"], {"kd": KdConfig(ratio=1.0, divergence="log_ratio")}, config, config)
     for own, divergence in ((False, losses.REVERSE_KL), (True, losses.LOG_RATIO)):
-        (term,) = method.running(Outputs(None, Taps()), replace(batch, own_answers=own)).token_terms
+        (term,) = method.bind_terms(Outputs(None, Taps()), replace(batch, own_answers=own)).token_terms
         assert (term.name, term.divergence) == ("log_ratio", divergence)
 
 
@@ -85,7 +85,7 @@ def test_a_factor_is_rounded_once() -> None:
     config, batch = tiny_config("llama"), Batch(*torch.ones(3, 1, 2, dtype=torch.long))
     method = build_method(["kd"], {"kd": KdConfig(ratio=0.3)}, config, config)
     for count in range(1, 200):
-        factors = method.running(Outputs(None, Taps()), batch, {"labels": torch.tensor(count)}).factors
+        factors = method.bind_terms(Outputs(None, Taps()), batch, {"labels": torch.tensor(count)}).factors
         for name, weight in method.weights.items():
             assert factors[name].item() == np.float32(weight) / np.float32(count)
 

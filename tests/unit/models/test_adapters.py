@@ -217,7 +217,7 @@ def outputs(model):
     recorder = Recorder(model, ASPECTS)
     with recorder.recording():
         logits = model(TOKENS, use_cache=False).logits
-    taps = recorder.take()
+    taps = recorder.pop_taps()
     recorder.remove()
     return logits, taps
 

@@ -107,7 +107,7 @@ def check_taps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(model, dict.fromkeys(("query", "key", "value", *parts), layers))
     with recorder.recording():
         tapped = model(**inputs).logits
-    taps = recorder.take()
+    taps = recorder.pop_taps()
     recorder.remove()
     assert torch.equal(tapped, logits)
     assert len(calls) == shape.num_layers

@@ -13,7 +13,7 @@ from transformers import BertForPreTraining, BertForQuestionAnswering, LlamaForC
 from llmdistill.attention_mask import AttentionMask
 from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch
 from llmdistill.errors import UserError
-from llmdistill.losses.terms import RunningTerms
+from llmdistill.losses.terms import BoundTerms
 from llmdistill.methods import METHODS, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.families import family_of, has_family
@@ -67,15 +67,15 @@ def both_ways(method, student, teacher, batch):
     of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
     of_student = TappedModel(student, Recorder(student, method.student_taps))
     with torch.no_grad():
-        whole, taught = of_teacher(batch), of_teacher.teach(batch, lm_head=method.teacher_positions)
+        whole, taught = of_teacher(batch), of_teacher.compute_targets(batch, lm_head=method.teacher_positions)
     losses = terms_of(method, of_student(batch), whole, batch)
     total = torch.stack([method.weights[name] * each.sum / 7 for name, each in losses.items()]).sum()
     plain = SimpleNamespace(losses=losses, total=total, gradients=gradients_of(total, student))
-    kept, take = [], of_student._recorder.take
-    of_student._recorder.take = lambda: kept.append(take())
-    learned = of_student.learn(batch, method.running(taught, batch, DIVISORS))
+    recorded, pop_taps = [], of_student._recorder.pop_taps
+    of_student._recorder.pop_taps = lambda: recorded.append(pop_taps())
+    learned = of_student.compute_losses(batch, method.bind_terms(taught, batch, DIVISORS))
     assert not any(each.sum.requires_grad for each in learned.terms.values())
-    running = SimpleNamespace(losses=dict(learned.terms), total=learned.total, kept=kept, taught=taught)
+    running = SimpleNamespace(losses=dict(learned.terms), total=learned.total, recorded=recorded, taught=taught)
     running.gradients = gradients_of(learned.total, student)
     for each in (of_teacher, of_student):
         each.remove()
@@ -109,7 +109,7 @@ def test_losses_and_gradients_are_those_of_whole_taps_and_logits(names, family, 
     batch = replace(make_batch(family), own_answers=" " in names)
     ways = both_ways(method_of(names, family, settings), make(family, 1), make(family, 0), batch)
     compare(ways)
-    for taps in (*ways.running.kept, ways.running.taught.taps):
+    for taps in (*ways.running.recorded, ways.running.taught.taps):
         kept = {name: tensors for name, tensors in vars(taps).items() if tensors and name not in ("scaling", "mask")}
         assert not any(kept.pop("projected", {}).values())
         assert not kept, "something is kept that no term needs any more"
@@ -141,8 +141,8 @@ def test_projectors_under_checkpointing_learn_the_same():
         projectors = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in method.projections.items()})
         tapped = TappedModel(student, Recorder(student, method.student_taps, projectors))
         with torch.no_grad():
-            taught = of_teacher.teach(batch, lm_head=method.teacher_positions)
-        tapped.learn(batch, method.running(taught, batch, DIVISORS)).total.backward()
+            taught = of_teacher.compute_targets(batch, lm_head=method.teacher_positions)
+        tapped.compute_losses(batch, method.bind_terms(taught, batch, DIVISORS)).total.backward()
         gradients.append([p.grad for p in (*student.parameters(), *projectors.parameters()) if p.grad is not None])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-7)
 
@@ -175,8 +175,10 @@ def test_spans_do_not_depend_on_padding():
 def test_a_total_without_terms_on_tokens_reaches_every_parameter():
     model = BertForPreTraining(tiny_config("bert"))
     ids = torch.tensor([[1, 2, 3]])
-    terms = RunningTerms(layer_terms=(), token_terms=(), sequence_terms=(), teacher=None, factors={})
-    TappedModel(model, Recorder(model, {})).learn(Batch(ids, torch.ones_like(ids), ids), terms).total.backward()
+    terms = BoundTerms(layer_terms=(), token_terms=(), sequence_terms=(), teacher=None, factors={})
+    TappedModel(model, Recorder(model, {})).compute_losses(
+        Batch(ids, torch.ones_like(ids), ids), terms
+    ).total.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -214,7 +216,7 @@ def stock_loss(tapped, batch):
 
 
 def our_loss(tapped, batch):
-    return tapped.learn(batch, make_sft(causal=tapped.shift).running(None, batch, batch.divisors())).total
+    return tapped.compute_losses(batch, make_sft(causal=tapped.shift).bind_terms(None, batch, batch.divisors())).total
 
 
 @pytest.mark.parametrize("name", [*SCALED, "llama", "phi3", "gpt2", "opt", "qwen3_moe", "bert", "mpnet", "deberta-v2"])

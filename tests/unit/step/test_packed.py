@@ -97,7 +97,7 @@ def test_losses_and_gradients_are_those_of_the_stock_model_on_each_sequence(name
         model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = batch.with_label_rows(shift=True)
     tapped = TappedModel(model, Recorder(model, every_aspect(model)))
-    tapped.learn(batch, make_sft().running(None, batch)).total.backward()
+    tapped.compute_losses(batch, make_sft().bind_terms(None, batch)).total.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     exact = 1e-5 if name == "gemma3_text" else 1e-9  # Gemma's norms compute in fp32, whatever the dtype
     torch.testing.assert_close(found, expected, rtol=exact, atol=exact)
@@ -113,7 +113,7 @@ def test_logits_and_taps_are_those_of_each_sequence(name):
             with recorder.recording():  # the stock model, with the mask that it makes
                 logits = model(input_ids=ids, use_cache=False).logits
             torch.testing.assert_close(ours.logits[row, place], logits[0], rtol=1e-12, atol=1e-12)
-            taps = recorder.take()
+            taps = recorder.pop_taps()
             for aspect, layers in every_aspect(model).items():
                 for layer in layers:
                     mine, stock = (getattr(each, aspect)[layer] for each in (ours.taps, taps))
@@ -140,7 +140,7 @@ def test_no_tensor_of_tokens_by_tokens_is_made():
     def has_squares(forward):
         return any(shape[-2:] == (13, 13) for _, shape in shapes_of_results(lambda: forward().sum().backward()))
 
-    assert not has_squares(lambda: tapped.learn(batch, make_sft().running(None, batch)).total)
+    assert not has_squares(lambda: tapped.compute_losses(batch, make_sft().bind_terms(None, batch)).total)
     stock = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
     tapped.remove()
     assert has_squares(lambda: model(**stock).logits), "transformers' own mask is not found"

@@ -35,7 +35,7 @@ def record(model, request, inputs):
     recorder = Recorder(model, request)
     with recorder.recording():
         logits = model(**inputs).logits
-    taps = recorder.take()
+    taps = recorder.pop_taps()
     recorder.remove()
     return logits, taps
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_tapped_is_refused():
         model(**make_inputs(), use_cache=False)
     with recorder.recording(), torch.no_grad():  # without gradients it is harmless
         model(**make_inputs(), use_cache=False)
-    assert set(recorder.take().hidden) == {0}
+    assert set(recorder.pop_taps().hidden) == {0}
     model.set_attn_implementation("eager")
     with pytest.raises(UserError, match="sdpa"):
         Recorder(model, {"query": frozenset({0})})

@@ -43,7 +43,7 @@ def test_the_likely_tokens_are_those_of_the_model_alone(server, folder, examples
     made = collate_packed(examples, 0, max_length=18) if packed else collate(examples, 0)
     batch = made.with_label_rows(shift=True)
     teacher = RemoteTeacher(client(server.url), device=torch.device("cpu"))
-    found = teacher.teach(batch, lm_head=("labels", "tokens")).lm_head
+    found = teacher.compute_targets(batch, lm_head=("labels", "tokens")).lm_head
     model = load_model(folder, dtype=torch.float32).eval()
     expected = {"labels": [], "tokens": []}
     by_id = {each.sample_id: each for each in examples}
@@ -57,8 +57,8 @@ def test_the_likely_tokens_are_those_of_the_model_alone(server, folder, examples
         top = torch.stack(rows).topk(K)
         assert torch.equal(found[place].tokens, top.indices)
         torch.testing.assert_close(found[place].log_probs, top.values.float(), rtol=0, atol=1e-5)
-        tail = (1 - top.values.exp().sum(1)).log().float()
-        torch.testing.assert_close(found[place].tails[1.0], tail, rtol=0, atol=1e-4)
+        rest = (1 - top.values.exp().sum(1)).log().float()
+        torch.testing.assert_close(found[place].rest[1.0], rest, rtol=0, atol=1e-4)
     assert sorted(server.asked) == sorted([*each.prompt_ids, *each.response_ids] for each in examples)
 
 
@@ -68,7 +68,10 @@ def test_what_was_asked_before_is_not_asked_again(server, examples):
     batches = AskingLoader(made, teacher.ask).micro_batches(0)
     teacher.wait(batches)
     assert len(server.asked) == 4
-    whole = [teacher.teach(each.with_label_rows(shift=True), lm_head=["labels"]).lm_head["labels"] for each in batches]
+    whole = [
+        teacher.compute_targets(each.with_label_rows(shift=True), lm_head=["labels"]).lm_head["labels"]
+        for each in batches
+    ]
     assert len(server.asked) == 4
     assert [len(each.tokens) for each in whole] == [11, 3]
 

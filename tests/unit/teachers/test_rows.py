@@ -22,7 +22,7 @@ def test_most_likely_tokens_come_from_the_shared_vocabulary():
     batch = collate(items, 0).with_label_rows(shift=True)
     model = tiny_model("llama")
     with torch.no_grad():
-        outputs = TappedModel(model, Recorder(model, request.taps)).teach(batch, lm_head=request.positions)
+        outputs = TappedModel(model, Recorder(model, request.taps)).compute_targets(batch, lm_head=request.positions)
     rows = to_rows(outputs, batch, request, top_k=4, vocabulary=15)
     found = to_outputs(rows.__getitem__, batch, request, top_k=4, head=None, scaling={}).lm_head["labels"]
     head = outputs.lm_head["labels"]
@@ -42,7 +42,7 @@ def test_an_example_without_labels_has_no_rows_wherever_it_stands():
 @pytest.mark.parametrize(("needs", "lacking"), [
     ({}, None),
     ({"positions": ("tokens",)}, "the distributions at tokens"),
-    ({"temperatures": (3.0,)}, "the tail's mass at temperature 3"),
+    ({"temperatures": (3.0,)}, "the mass of the rest at temperature 3"),
     ({"taps": {"embedding": frozenset({0})}}, "the embedding"),
     ({"sequences": True}, "the output of the classifier"),
 ])  # fmt: skip

@@ -41,7 +41,7 @@ def logits(head: HeadInputs) -> torch.Tensor:
 
 def alone(model: TappedModel, item: Encoded) -> torch.Tensor:
     batch = collate([item], 0).with_label_rows(shift=True)
-    return logits(model.teach(batch, lm_head=("labels",)).lm_head["labels"])
+    return logits(model.compute_targets(batch, lm_head=("labels",)).lm_head["labels"])
 
 
 def by_item(batch: Batch) -> list[int]:
@@ -55,7 +55,11 @@ def by_item(batch: Batch) -> list[int]:
 @pytest.mark.parametrize("arrange", ARRANGED.values(), ids=ARRANGED)
 def test_each_row_is_taught_by_the_teacher_it_asks_for(models, arrange):
     batch = arrange(ITEMS).with_label_rows(shift=True)
-    found = TeachersOfRows(teachers=models, together=frozenset()).teach(batch, lm_head=("labels",)).lm_head["labels"]
+    found = (
+        TeachersOfRows(teachers=models, together=frozenset())
+        .compute_targets(batch, lm_head=("labels",))
+        .lm_head["labels"]
+    )
     numbers = by_item(batch)
     taught = {number: alone(models[item.teacher], item) for number, item in enumerate(ITEMS)}
     seen = dict.fromkeys(taught, 0)
@@ -79,15 +83,15 @@ def test_a_teacher_runs_only_where_it_is_asked_or_every_rank_must(models):
         def __init__(self, name):
             self.name = name
 
-        def teach(self, part, *, lm_head):
+        def compute_targets(self, part, *, lm_head):
             ran.append((self.name, len(part.input_ids)))
-            return models[self.name].teach(part, lm_head=lm_head)
+            return models[self.name].compute_targets(part, lm_head=lm_head)
 
     counted = {name: Counted(name) for name in models}
     for together, expected in ((frozenset(), [("skills", 3)]), (frozenset({""}), [("", 1), ("skills", 3)])):
         ran.clear()
         of_rows = TeachersOfRows(teachers=counted, together=together)
-        found = of_rows.teach(batch, lm_head=("labels",)).lm_head["labels"]
+        found = of_rows.compute_targets(batch, lm_head=("labels",)).lm_head["labels"]
         assert ran == expected
         assert [len(head.rows) for head in found.heads] == [len(places) for places in found.places]
         assert len(found.heads[-1].rows) == len(batch.label_rows)
@@ -96,14 +100,16 @@ def test_a_teacher_runs_only_where_it_is_asked_or_every_rank_must(models):
 def test_a_row_that_asks_for_another_teacher_is_one_sentence(models):
     batch = collate([Encoded([5], [6, 1], "people")], 0)
     with pytest.raises(UserError, match=r"'people': name it in teacher\.others"):
-        TeachersOfRows(teachers=models, together=frozenset()).teach(batch, lm_head=("labels",))
+        TeachersOfRows(teachers=models, together=frozenset()).compute_targets(batch, lm_head=("labels",))
 
 
 def test_averaged_teachers_see_the_whole_batch(models):
     batch = collate(ITEMS, 0).with_label_rows(shift=True)
     averaged = AveragedTeachers(teachers=models, weights=[3.0, 1.0], average="log_probabilities")
-    found = averaged.teach(batch, lm_head=("labels",)).lm_head["labels"]
+    found = averaged.compute_targets(batch, lm_head=("labels",)).lm_head["labels"]
     assert found.weights == (0.75, 0.25)
     assert found.average == "log_probabilities"
     for head, model in zip(found.heads, models.values(), strict=True):
-        torch.testing.assert_close(logits(head), logits(model.teach(batch, lm_head=("labels",)).lm_head["labels"]))
+        torch.testing.assert_close(
+            logits(head), logits(model.compute_targets(batch, lm_head=("labels",)).lm_head["labels"])
+        )

@@ -237,8 +237,8 @@ def test_the_gradient_is_that_of_the_batch_however_it_is_divided(spans):
         models["student"].zero_grad()
         for batch in batches:
             with torch.no_grad():
-                taught = teacher.teach(batch.with_label_rows(shift=True), lm_head=("labels",))
-            student.learn(batch, method.running(taught, batch, whole.divisors())).total.backward()
+                taught = teacher.compute_targets(batch.with_label_rows(shift=True), lm_head=("labels",))
+            student.compute_losses(batch, method.bind_terms(taught, batch, whole.divisors())).total.backward()
         found.append([parameter.grad.clone() for parameter in models["student"].parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

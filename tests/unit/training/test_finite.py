@@ -166,7 +166,7 @@ def test_the_gradient_of_a_term_is_that_of_its_weighted_mean_alone() -> None:
 
     def teach() -> Outputs:
         with torch.no_grad():
-            return teaching.teach(batch, lm_head=method.teacher_positions)
+            return teaching.compute_targets(batch, lm_head=method.teacher_positions)
 
     found = term_gradients(method, learner, teach, batch)
     assert found.keys() == {name for name, weight in method.weights.items() if weight != 0}
@@ -180,7 +180,7 @@ def reference(method, student, learner, taught, batch, name) -> torch.Tensor:
     rows: list[torch.Tensor] = []
     embed = student.model.embed_tokens.register_forward_hook(lambda *given: rows.append(given[-1]))
     weights = {each: weight if name == each else 0.0 for each, weight in method.weights.items()}
-    running = replace(method, weights=weights).running(taught, batch, batch.divisors())
-    (gradient,) = torch.autograd.grad(learner.learn(batch, running).total, rows)
+    running = replace(method, weights=weights).bind_terms(taught, batch, batch.divisors())
+    (gradient,) = torch.autograd.grad(learner.compute_losses(batch, running).total, rows)
     embed.remove()
     return gradient.norm()

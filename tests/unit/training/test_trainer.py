@@ -60,7 +60,7 @@ class Squares:
     positions = MappingProxyType({"all": "tokens", "labeled": "labels"})
     shift, needs_teacher, teacher_positions = True, False, ()
 
-    def running(self, teacher, batch, divisors):
+    def bind_terms(self, teacher, batch, divisors):
         divisors = {name: number.double() for name, number in divisors.items()}
         factors = {name: weight / divisors[self.positions[name]] for name, weight in self.weights.items()}
         return self.terms, factors
@@ -80,8 +80,8 @@ class Student:
     def __init__(self, values):
         self.values, self.model = values, torch.nn.Module()
 
-    def learn(self, batch, running):
-        terms, factors = running
+    def compute_losses(self, batch, bound):
+        terms, factors = bound
         losses = terms(self.values(batch), batch)
         return Losses(
             sum(factors[name] * loss.sum for name, loss in losses.items()),

@@ -78,7 +78,7 @@ def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
     """In fp64, one example at a time, without padding."""
     plan, data = planned()
     (batch, *_) = batches(plan, data)
-    taught = cached(plan, made()).teach(batch, lm_head=["labels"]).lm_head["labels"]
+    taught = cached(plan, made()).compute_targets(batch, lm_head=["labels"]).lm_head["labels"]
     teacher, student = (loaded(plan, role).double() for role in ("teacher", "student"))
     total = 0.0
     for row in range(len(batch.input_ids)):

@@ -23,11 +23,11 @@ def test_an_example_that_is_not_there_is_named_when_it_is_read(planned, made):
     plan, data = planned()
     (batch, *_) = batches(plan, data)
     stranger = Batch(batch.input_ids[:1], batch.attention_mask[:1], batch.labels[:1], sample_ids=((7,),))
-    teach = partial(cached(plan, made()).teach, lm_head=["labels"])
-    refuses("the teacher's cache has no example 7; make a cache of this run's data", teach, stranger)
+    compute_targets = partial(cached(plan, made()).compute_targets, lm_head=["labels"])
+    refuses("the teacher's cache has no example 7; make a cache of this run's data", compute_targets, stranger)
     ids, mask = batch.input_ids[:1], batch.attention_mask[:1]
     other = Batch(ids, mask, mask, sample_ids=batch.sample_ids[:1])
-    refuses("rows of labels.states for a batch with ", teach, other)
+    refuses("rows of labels.states for a batch with ", compute_targets, other)
 
 
 def test_another_teacher_tokenizer_format_method_or_data_is_refused(planned, made, files, tmp_path):
@@ -48,7 +48,7 @@ def test_another_teacher_tokenizer_format_method_or_data_is_refused(planned, mad
     relations = ("--method", "minilmv2", "--minilmv2.relation_heads", "4")
     assert "does not hold the query of layer 2, which method minilmv2 needs" in refused(*relations)
     top = str(made(settings=TOP_K))
-    assert "does not hold the tail's mass at temperature 3" in refused("--kd.temperature", "3", folder=top)
+    assert "does not hold the mass of the rest at temperature 3" in refused("--kd.temperature", "3", folder=top)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"instruction": "Sing.", "output": "la"}\n' + files["data"].read_text(), encoding="utf-8")
     said = refused("--data.train", str(rows))
@@ -123,7 +123,7 @@ def test_vllm_is_refused_where_it_cannot_give_what_is_kept(planned, monkeypatch)
     install(monkeypatch)
     for words, settings, said in (
         ((), CacheConfig(), "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"),
-        (("--kd.temperature", "2"), TOP_K, "the tail's mass at temperature 2 does not follow from vLLM's answers"),
+        (("--kd.temperature", "2"), TOP_K, "the mass of the rest at temperature 2 does not follow from vLLM's answers"),
         (("--method", "makd"), TOP_K, "method makd needs more of its teacher than log-probabilities"),
         (("--data.max_length", "512"), TOP_K, "generates a token after the 512 of data.max_length"),
     ):
