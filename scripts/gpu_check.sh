@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks and measures the package on this machine's GPUs, in under 15 minutes: see scripts/gpu_check/gpu_check.py --help, which takes all
-# further arguments. Installs nothing but, where WHEELS names a folder of wheels, those, without any network.
+# Checks and measures the package on this machine's GPUs: see scripts/gpu_check/gpu_check.py --help, which takes all further
+# arguments. Installs nothing but, where WHEELS names a folder of wheels, those, without any network.
 # Environment: PYTHON chooses the interpreter, which has PyTorch; by default that of .venv, or else python3.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

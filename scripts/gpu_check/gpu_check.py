@@ -1,8 +1,11 @@
-"""Checks and measures the package on this machine's GPUs in one go, in under 15 minutes.
+"""Checks and measures the package on this machine's GPUs in one go.
 
-    scripts/gpu_check.sh                      # all parts; without a GPU their small forms, on the CPU
+    scripts/gpu_check.sh                      # memory, waits, ZeRO and a step of each kind, in 4 minutes
+    scripts/gpu_check.sh --tier all           # the kernels, their tests and the benches too, in 15 minutes
     scripts/gpu_check.sh --only zero --only memory
     WHEELS=wheels scripts/gpu_check.sh        # installs the wheels of a folder first, without any network
+
+Without a GPU the parts run in a small form on the CPU.
 
 Writes gpu_check.md into --output after each part, and what the part said into NAME.log. The page is a table that
 docs/performance.md can take as it is. Each part runs in a process of its own and is ended after its time; none stops
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import signal
 import subprocess
@@ -58,22 +62,36 @@ class Part:
     gpu_only: bool = False
     all_gpus: bool = False
     """Whether it runs under DeepSpeed, on a rank for each GPU."""
+    quick: bool = False
+    """Whether it belongs to the tier `quick`."""
 
 
 PARTS = {
-    "kernels": Part("the fused losses against those of a CPU in fp64", "gpu_check_kernels", 180),
-    "zero": Part("ZeRO 1 to 3 against fp32 without DeepSpeed", "gpu_check_training", 80, all_gpus=True),
-    "waits": Part("whether a step makes the host wait for the device", "gpu_check_training", 40, all_gpus=True),
-    "memory": Part("peak memory against the forecast of `llmdistill plan`", "gpu_check_training", 60, all_gpus=True),
+    "memory": Part(
+        "peak memory against the forecast of `llmdistill plan`", "gpu_check_training", 55, all_gpus=True, quick=True
+    ),
+    "waits": Part(
+        "whether a step makes the host wait for the device", "gpu_check_training", 40, all_gpus=True, quick=True
+    ),
+    "zero": Part("ZeRO 1 to 3 against fp32 without DeepSpeed", "gpu_check_training", 60, all_gpus=True, quick=True),
+    "llama": Part(
+        "a step of KD and one of MaKD at Llama's sizes against their floor", "gpu_check_kernels", 85, quick=True
+    ),
+    "kernels": Part("the fused losses against those of a CPU in fp64", "gpu_check_kernels", 150),
     "tests": Part(
         "the tests of the Triton kernels, and the files with tests that need a GPU",
         "gpu_check_kernels",
-        180,
+        150,
         gpu_only=True,
     ),
     "steps": Part("steps by KD, MaKD and of an encoder against their floor and TRL's", "gpu_check_kernels", 180),
     "losses": Part("attention and head losses against naive ones", "gpu_check_kernels", 100),
 }
+"""In order of worth, so that whoever has little time has the first ones. Their times are for a machine that does
+nothing else: beside six other programs on 16 cores the parts took three times as long."""
+TIERS = {"quick": [name for name, part in PARTS.items() if part.quick], "all": list(PARTS)}
+BUSY = 0.5
+"""The load a core above which the page warns that other programs run."""
 
 
 # Their processes
@@ -127,6 +145,16 @@ def run_part(name: str, gpus: int, log: Path) -> Result:
     return Result("ok", lines=lines) if lines else Result("failed", "it measured nothing")
 
 
+def load_of_others() -> str:
+    """What other programs do to this machine, as a clause; nothing if it is free."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0]  # of the last minute, and so asked before the first part
+    used = [total - free for free, total in map(torch.cuda.mem_get_info, range(torch.cuda.device_count()))]
+    said = [f"a load of {load:.1f} on {cores} cores"] if load > BUSY * cores else []
+    said += [f"{taken / 1e9:.1f} GB in use on GPU {gpu}" for gpu, taken in enumerate(used) if taken > 2e9]
+    return " and ".join(said)
+
+
 def part_command(name: str, gpus: int, told: Path) -> list[str]:
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
     launcher = several if PARTS[name].all_gpus and gpus > 1 else []
@@ -147,7 +175,7 @@ def look(name: str, told: Path) -> None:
 # The page
 
 
-def write(file: Path, results: Mapping[str, Result], command: str, gpus: int) -> None:
+def write(file: Path, results: Mapping[str, Result], command: str, gpus: int, load: str = "") -> None:
     rows = []
     for name, result in results.items():
         if result.state == "left out":
@@ -160,14 +188,16 @@ def write(file: Path, results: Mapping[str, Result], command: str, gpus: int) ->
     title = "A check on a GPU" if gpus else "A small check on a CPU"
     states = "; ".join(f"{name} ({PARTS[name].about}): {result.state}" for name, result in results.items())
     where = "." if gpus else ". There is no GPU here, so nothing in it is about one."
-    failed = [f"{name}: failed: {result.why}" for name, result in results.items() if result.state == "failed"]
+    warnings = [f"{name}: failed: {result.why}" for name, result in results.items() if result.state == "failed"]
+    if load:
+        warnings.insert(0, f"other programs ran: {load}, so that times, and what was ended for them, mean little")
     write_page(
         file,
         "page.md.j2",
         title=title,
         table=TitledTable(title, ["part", "measure", "value", "limit", "kept", "detail"], rows),
         legend=markdown(states + where),
-        warnings=[markdown(text) for text in failed],
+        warnings=[markdown(text) for text in warnings],
         record=make_record(command, max(gpus, 1), LIBRARIES),
     )
 
@@ -176,17 +206,22 @@ def check(folder: Path, names: Sequence[str], command: str, gpus: int) -> dict[s
     """Run parts one after the other, and write the page after each."""
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Result] = {}
+    load = load_of_others()
+    if load:
+        print(f"Other programs run here ({load}): the parts may take longer than their limits.", flush=True)
     for name in names:
         began = time.monotonic()
         result = results[name] = run_part(name, gpus, folder / f"{name}.log")
         print(f"{result.state:<12} {name:<14} {time.monotonic() - began:5.0f} s  {result.why}".rstrip(), flush=True)
-        write(folder / "gpu_check.md", results, command, gpus)
+        write(folder / "gpu_check.md", results, command, gpus, load)
     return results
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/gpu_check"), help="folder of the results")
+    tiers = "quick: what matters most, in 4 minutes; all: everything, in 15 (default: %(default)s)"
+    parser.add_argument("--tier", choices=TIERS, default="quick", help=tiers)
     parser.add_argument("--only", choices=PARTS, action="append", help="one of the parts alone; may be repeated")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)
@@ -197,7 +232,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end the part on the way
     command = shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]])
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    results = check(arguments.output, arguments.only or list(PARTS), command, gpus)
+    results = check(arguments.output, arguments.only or TIERS[arguments.tier], command, gpus)
     print(f"The page is {arguments.output / 'gpu_check.md'}, with what each part said beside it.")
     return int(any(result.state == "failed" for result in results.values()))
 

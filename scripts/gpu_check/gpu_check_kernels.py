@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import bench_llama
 import bench_losses as cases
 import torch
 from bench_losses import Draw, Made
@@ -105,6 +106,23 @@ def tests(_: World) -> Iterator[Line]:
     words = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
     code = pytest.main([*words, *map(str, sorted(files)), str(unit / "losses" / "fused")])
     yield Line("exit code of pytest", float(code), 0, f"{len(files)} files, and those of the kernels")
+
+
+def llama(world: World) -> Iterator[Line]:
+    """Steps of KD and MaKD, with ZeRO-2 and without, as ratios to their floor."""
+    on_gpu = world.device.type == "cuda"
+    plain, factorized = ("3b-1b", "1b-rank-640") if on_gpu else bench_llama.TINY
+    cases = {plain: ("floor", "ours", "zero2"), factorized: ("floor", "zero2")}
+    for name, wanted in cases.items():
+        lines = {}
+        for way in wanted:
+            case = (bench_llama.CASES | bench_llama.TINY)[name]
+            lines[way] = line = bench_llama.line_of(case, way, world.device.type, 10 if on_gpu else 1)
+            if "error" in line:
+                raise RuntimeError(f"{name}, {way}: {line['error']}")
+            figures = [f"{key} {line[key]:,}" for key in ("tokens_per_second", "peak_gb", "tflops") if line[key]]
+            ratio = line["ms"] / lines["floor"]["ms"]
+            yield Line(f"{name}, {way}: time / floor", ratio, detail=f"{line['ms']} ms; {', '.join(figures)}")
 
 
 def steps(world: World) -> Iterator[Line]:

@@ -10,6 +10,7 @@ from math import nan
 from pathlib import Path
 
 import bench_calibration
+import bench_llama
 import bench_scale
 import bench_serve
 import bench_tokens
@@ -251,3 +252,35 @@ def test_tokens_scores_by_plain_logits_and_goes_on(monkeypatch, tmp_path):
     assert after["kl"] < 0.8 * before["kl"]
     assert after["seen"] >= 900
     assert after["averaged"]["kl"] == pytest.approx(after["kl"], rel=1e-5)  # an average over one token is the student
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"), [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("8b", 7_504_924_672), ("tiny", 106_048)]
+)
+def test_llama_shapes_have_their_parameters(size, parameters):
+    # Llama-3.2-1B and -3B as published; Llama-3-8B's 8,030,261,248 less an LM head of 128,256 × 4,096.
+    model = bench_llama.make_model(size, torch.device("meta"))
+    assert sum(one.numel() for one in model.parameters()) == parameters
+
+
+def test_ways_of_a_llama_step_have_the_losses_of_plain_torch():
+    case, lines = bench_llama.TINY["tiny"], {}
+    for way in ("floor", "ours"):
+        lines[way] = bench_llama.measure_way(case, way, CPU, repeats=1)
+    setting = bench_llama.make_setting(case, CPU)
+    with torch.no_grad():
+        logits, teacher = (model(setting.ids).logits[:, :-1].double() for model in (setting.student, setting.teacher))
+    labels = torch.nn.functional.cross_entropy(logits.flatten(0, 1), setting.ids[:, 1:].flatten())
+    divergence = (
+        kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1).mean()
+    )
+    assert lines["floor"]["loss"] == pytest.approx(labels.item(), rel=1e-2)  # bf16
+    assert lines["ours"]["loss"] == pytest.approx(divergence.item(), rel=3e-2)
+    assert lines["ours"]["tokens_per_second"] > 0
+
+
+def test_what_is_missing_or_too_large_is_an_error_of_its_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    ours, theirs = torch.multiprocessing.Pipe(duplex=False)
+    bench_llama.be_the_process(theirs, bench_llama.TINY["tiny"], "trl", "cpu", 1)
+    assert "trl" in ours.recv()["error"]
