@@ -13,7 +13,7 @@ from pathlib import Path
 
 NEVER_READ = (
     *("report.md", "*.png", "*.svg", "*.html", "*.log", ".lock"),
-    *("tensorboard/*", "importance.json", "costs.json"),
+    *("tensorboard/*", "importance.json", "costs.json", "study.json"),
 )
 """Files for people and other programs, which no command of the package reads."""
 

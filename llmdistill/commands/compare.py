@@ -10,7 +10,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.commands.published_table import compare_table, conclude
+from llmdistill.commands.conclude import conclude
+from llmdistill.commands.published_table import compare_table
 from llmdistill.config.command_line import build, parse_own, parse_run, recipe_names
 from llmdistill.config.marks import at_least
 from llmdistill.config.training import LEARNING_RATES
@@ -126,7 +127,7 @@ def compare(arguments: Sequence[str]) -> int:
     launcher.check()
     study = MethodStudy(
         recipe=with_prompt(recipe),  # fixed by the teacher, so that students of earlier runs get it too
-        root=Path(settings.output_dir or default),
+        folder=Path(settings.output_dir or default),
         variants=suite.variants,
         grid={"train.learning_rate": rates},
         seeds=[recipe.seed + offset for offset in range(settings.seeds)],
@@ -141,7 +142,7 @@ def compare(arguments: Sequence[str]) -> int:
     return conclude(
         study,
         lambda found: comparison_report(
-            study.root, collect(study, found, title=suite.title, paper=suite.paper, command=command)
+            study.folder, collect(study, found, title=suite.title, paper=suite.paper, command=command)
         ),
         as_json=parsed.json,
     )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmdistill.commands.conclude import conclude
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.config.overrides import flags, given_flags
-from llmdistill.errors import Stopped, UserError
-from llmdistill.messages import logger, print_result
+from llmdistill.errors import UserError
+from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
-from llmdistill.runtime import signals
 from llmdistill.runtime.terminal import quiet_transformers
 
 _ANY_RECIPE = "minilm/6x384"
@@ -21,7 +21,7 @@ _ANY_RECIPE = "minilm/6x384"
 if TYPE_CHECKING:
     from llmdistill.papers.table_study import TableStudy
     from llmdistill.report.paper import PublishedTable, TableRow
-    from llmdistill.report.study import StudyReport
+    from llmdistill.report.study_report import StudyReport
 
 
 def compare_table(
@@ -49,8 +49,8 @@ def compare_table(
     configs, models = configs_of(table, chosen, settings)
     launcher = Launcher(tuple(launcher_flags), parsed.trials_at_once)
     launcher.check()
-    root = Path(parsed.output_dir or f"runs/{table.name}")
-    study = TableStudy(table=table, configs=configs, models=models, root=root, launcher=launcher, command=command)
+    folder = Path(parsed.output_dir or f"runs/{table.name}")
+    study = TableStudy(table=table, configs=configs, models=models, folder=folder, launcher=launcher, command=command)
     if table.suite is not None and study.names:
         raise UserError(f"tasks.names is {study.names}: nothing is fine-tuned for {table.name}; leave it out")
     if parsed.dry_run:
@@ -68,26 +68,9 @@ def compare_table(
             **({"Fine-tuning": protocol} if table.suite is None else {"Scores": _suite_command(study)}),
             "Finished": record["finished"],
         }
-        return published_report(root, PublishedReport(table=table, measured=measured, facts=facts))
+        return published_report(folder, PublishedReport(table=table, measured=measured, facts=facts))
 
     return conclude(study, report, as_json=parsed.json)
-
-
-def conclude(study: Any, report: Callable[[Any], StudyReport], *, as_json: bool) -> int:
-    """Conduct a study, write and print its report; return 1 if a run failed, 130 or 143 after a signal, else 0."""
-    try:
-        outcome = study.conduct()
-    except KeyboardInterrupt as stop:
-        begin = signals.line_start()
-        logger.warning("%sStopped; what is finished stays in %s, and the same command goes on.", begin, study.root)
-        return stop.code if isinstance(stop, Stopped) else 130
-    study_report = report(outcome)
-    results = study_report.write()
-    if as_json:
-        print_result(results)
-    else:
-        study_report.print()
-    return 1 if study_report.failed else 0
 
 
 def configs_of(

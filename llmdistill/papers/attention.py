@@ -50,25 +50,30 @@ def _score(config: AttentionConfig, models: ComparedModels) -> ModelScores:
                 f"--examples {config.examples}: {config.data} has {len(texts)} lines of text; ask for fewer"
             )
     items, tokens = _encode(config, models.paths, texts)
-    entries: dict[str, dict[str, Any]] = {}
-    maps = {}
-    for name, path in models.paths.items():
-        say(f"{name}: {path}, layer {layers[name]} of {len(texts)} text(s) ...")
-        model = models.load(name, "none")
-        maps[name] = attention_maps(model, items, layer=layers[name] - 1)
-        entries[name] = {"path": str(path), "params": count_parameters(model), "layer": layers[name]}
-    found: list[dict[str, Any]] = []
+    of_texts: list[dict[str, Any]] = []
     drawings = []
-    for number, text in enumerate(texts):
-        of_text = {name: each[number] for name, each in maps.items()}
-        found.append({"text": text, "tokens": tokens[number], "models": _compare(config, of_text)})
-        drawings.append(_draw(f"attention-{number + 1}", layers, of_text, found[-1]))
-    for name, entry in entries.items():
-        every = [text["models"][name] for text in found]
-        entry["kl"] = {head: fmean(each["kl"][head] for each in every) for head in every[0]["kl"]}
-        shared = [each["kl_of_all_heads"] for each in every]
-        entry["kl_of_all_heads"] = None if None in shared else fmean(shared)
-    return ModelScores(results={"models": entries, "texts": found}, drawings=drawings)
+
+    def measure() -> dict[str, dict[str, Any]]:
+        entries: dict[str, dict[str, Any]] = {}
+        maps = {}
+        for name, path in models.paths.items():
+            say(f"{name}: {path}, layer {layers[name]} of {len(texts)} text(s) ...")
+            model = models.load(name, "none")
+            maps[name] = attention_maps(model, items, layer=layers[name] - 1)
+            entries[name] = {"path": str(path), "params": count_parameters(model), "layer": layers[name]}
+        for number, text in enumerate(texts):
+            of_text = {name: of_model[number] for name, of_model in maps.items()}
+            of_texts.append({"text": text, "tokens": tokens[number], "models": _compare(config, of_text)})
+            drawings.append(_draw(f"attention-{number + 1}", layers, of_text, of_texts[-1]))
+        for name, entry in entries.items():
+            divergences = [text["models"][name] for text in of_texts]
+            entry["kl"] = {head: fmean(of_text["kl"][head] for of_text in divergences) for head in divergences[0]["kl"]}
+            shared = [of_text["kl_of_all_heads"] for of_text in divergences]
+            entry["kl_of_all_heads"] = None if None in shared else fmean(shared)
+        return entries
+
+    entries = models.measure_together(measure)
+    return ModelScores(results={"models": entries, "texts": of_texts}, drawings=drawings)
 
 
 def _encode(
@@ -193,6 +198,7 @@ SUITE = ModelSuite(
     name="attention",
     title="Attention side by side",
     asked=("data", "max_length", "heads"),
+    values=lambda _, results: {(f"head {head}", "kl"): value for head, value in results["kl"].items()},
     score=_score,
     table=table,
     note=" The last column is the mean over heads, of models with equally many.",

@@ -138,6 +138,9 @@ SUITE = ModelSuite(
     name="conll2000",
     title="Phrases in the layers (CoNLL-2000)",
     asked=_ASKED,
+    values=lambda _, results: {
+        (f"layer {layer}", "nmi"): value["mean"] for layer, value in enumerate(results["nmi"], start=1)
+    },
     score=_score,
     table=table,
     turned=False,

@@ -14,7 +14,7 @@ from llmdistill.report.pages import signed
 from llmdistill.report.panels import plot_panels
 from llmdistill.report.paper import PublishedTable, TableRow
 from llmdistill.report.plots import DASHES, Curve, Drawing, Style, curve_of, method_styles
-from llmdistill.report.study import StudyReport
+from llmdistill.report.study_report import StudyReport
 from llmdistill.report.tables import Spread, TitledTable, show_seeds, spread
 
 AVERAGE, TEACHER = "average", "teacher"

@@ -25,12 +25,13 @@ from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
 from llmdistill.papers import phrases
 from llmdistill.papers.fine_tuning.protocols import FineTuningProtocol, protocol_of
-from llmdistill.papers.fine_tuning.results import dev_columns
+from llmdistill.papers.fine_tuning.results import dev_columns, tuned_entries
 from llmdistill.papers.fine_tuning.run import FineTuning
 from llmdistill.papers.published import Measured
 from llmdistill.report.paper import PublishedTable, TableRow
+from llmdistill.report.trials import ModelEntry, run_entries
 from llmdistill.studies.launcher import Launcher
-from llmdistill.studies.study import Row, Study
+from llmdistill.studies.study import PlannedRow, Study
 from llmdistill.studies.trials import Progress, Result, Trial, changed_values, make_trial
 from llmdistill.tasks.benchmark import Benchmark, named_benchmark
 from llmdistill.training.plan import make_plans
@@ -73,7 +74,6 @@ class TableStudy(Study):
     fine-tuned has that of another row, for its settings of fine-tuning and its teacher."""
     models: Mapping[str, str]
     """Folder or hub name of the model of each row that is only fine-tuned."""
-    root: Path
     launcher: Launcher
     command: str = ""
     """The command as the user typed it."""
@@ -94,16 +94,16 @@ class TableStudy(Study):
         """Return the run of a row's recipe, which ends with the student; rows of the same student have the same run."""
         row = self.row(key)
         name = str(row.recipe).replace("/", "-")
-        return make_trial(self.root, self.configs[key], name, {"tasks.names": []}, title=row.label)
+        return make_trial(self.folder, self.configs[key], name, {"tasks.names": []}, title=row.label)
 
     def model(self, key: str) -> str:
         return self.models[key] if key in self.models else str(self.trial(key).folder / "student")
 
-    def folder(self, key: str) -> Path:
+    def tuned_folder(self, key: str) -> Path:
         """Return the folder of a row's fine-tuning."""
         if self.is_second_stage(key):
             return self.trial(key).folder / "tasks" / self.configs[key].tasks.rows[-1]
-        return self.root / "tasks" / key
+        return self.folder / "tasks" / key
 
     def is_second_stage(self, key: str) -> bool:
         """Whether a row is fine-tuned by the second stage of its own run, from a fine-tuned teacher."""
@@ -123,6 +123,9 @@ class TableStudy(Study):
     def _benchmarks(self) -> list[tuple[type[Benchmark], str]]:
         return [named_benchmark(name) for name in self.names]
 
+    def entries(self, trial: Trial, metrics: Mapping[str, Any]) -> dict[str, ModelEntry]:
+        return tuned_entries(metrics) if isinstance(trial, FineTuning) else run_entries(metrics)
+
     def describe(self, metrics: Mapping[str, Any]) -> str:
         if "averages" in metrics:
             return f"average {metrics['averages']['model']['plain']:.1f}"
@@ -131,7 +134,7 @@ class TableStudy(Study):
 
     def conduct(self) -> dict[str, Measured]:
         """Do what is not finished, and return the scores of each row; one that fails does not stop the others."""
-        rows = [Row(key=key, trials=[self.trial(key)]) for key in self.recipes()]
+        rows = [PlannedRow(key=key, trials=[self.trial(key)]) for key in self.recipes()]
         with Progress(len({row.trials[0].folder for row in rows}), self.describe) as shown:
             trained = {key: each.first for key, each in self.run(rows, self.launcher, shown).items()}
         failed = {key: result for key, result in trained.items() if result.error is not None}
@@ -140,18 +143,18 @@ class TableStudy(Study):
         seconds = {key: each.seconds or 0.0 for key, each in trained.items()}
         if self.table.suite is not None:
             return measured | self._score_as_they_are(left, seconds)
-        rows = [Row(key=key, trials=[self.fine_tuning(key)]) for key in left]
+        rows = [PlannedRow(key=key, trials=[self.fine_tuning(key)]) for key in left]
         with Progress(len(rows), self.describe) as shown:
             outcomes = self.run(rows, self.launcher.undivided, shown)
         return measured | {key: _measured(each.first, seconds.get(key, 0.0)) for key, each in outcomes.items()}
 
     def fine_tuning(self, key: str) -> Trial:
         """Return the fine-tuning of a row's model on every task."""
-        config, file = self.configs[key], self.root / "tasks" / f"{key}.yaml"
+        config, file = self.configs[key], self.folder / "tasks" / f"{key}.yaml"
         title = f"{self.row(key).label} on {', '.join(self.titles())}"
         if self.is_second_stage(key):
             run = build(changed_values(config, {"output_dir": str(self.trial(key).folder)}), RunConfig, METHODS)
-            return SecondStage(title, {}, run.seed, run, row=self.folder(key), file=file)
+            return SecondStage(title, {}, run.seed, run, row=self.tuned_folder(key), file=file)
         values: dict[str, Any] = {field.name: getattr(config.tasks, field.name) for field in fields(GridConfig)}
         values |= {
             "tasks": self.names,
@@ -170,7 +173,7 @@ class TableStudy(Study):
         if not keys:
             return {}
         assert self.table.suite == phrases.SUITE.name
-        run, folder = self.configs[keys[0]], self.root / phrases.SUITE.name
+        run, folder = self.configs[keys[0]], self.folder / phrases.SUITE.name
         named, file = [f"{key}={self.model(key)}" for key in keys], str(_chunk_file(self.tasks.data_dir))
         seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
         config = ChunksConfig(model=named, data=file, output_dir=str(folder), dtype=run.train.dtype, **seeds)

@@ -20,15 +20,17 @@ from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
 from llmdistill.papers.fine_tuning.protocols import BEST, teacher_of
-from llmdistill.papers.fine_tuning.results import dev_columns, shown_metrics
+from llmdistill.papers.fine_tuning.results import dev_columns, shown_metrics, tuned_entries
 from llmdistill.papers.fine_tuning.run import FineTuning, check_drawable, check_layer, evaluate
-from llmdistill.papers.fine_tuning.study import TaskStudy
-from llmdistill.report.study import StudyReport
+from llmdistill.papers.fine_tuning.task_study import TaskStudy
+from llmdistill.report.study_report import StudyReport
 from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds
+from llmdistill.report.trials import ModelEntry
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main
 from llmdistill.studies.launcher import InProcess
-from llmdistill.studies.study import Row, Study
+from llmdistill.studies.study import PlannedRow, Study
+from llmdistill.studies.trials import Trial
 from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
 from llmdistill.training.plan import Plan
 
@@ -56,9 +58,8 @@ class TasksPlan(Study):
     given: Mapping[str, str]
     """Folder or hub name of each task's teacher; empty if the user named no teacher."""
 
-    @property
-    def folder(self) -> Path:
-        return self.last.folder / "tasks"
+    def entries(self, trial: Trial, metrics: Mapping[str, Any]) -> dict[str, ModelEntry]:
+        return tuned_entries(metrics)
 
     def overview(self) -> dict[str, Any]:
         rows = {
@@ -104,7 +105,7 @@ class TasksPlan(Study):
         for row, config in self.configs.items():  # one after the other, because the first may be the others' teacher
             print_main(f"\nTasks       {ROWS[row]['title']}")
             trial = FineTuning(ROWS[row]["title"], {}, self.last.config.seed, config)
-            ended = self.run([Row(key=row, trials=[trial])], runner)[row].first
+            ended = self.run([PlannedRow(key=row, trials=[trial])], runner)[row].first
             if ended.metrics is None:
                 raise UserError(str(ended.error))
             results[row] = ended.metrics
@@ -151,7 +152,15 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
     }
     for study in (study for row in studies.values() for study in row.values()):
         assert study.plan is not None  # resolves and checks the settings
-    return TasksPlan(first=first, last=last, tasks=tasks, configs=configs, studies=studies, given=given)
+    return TasksPlan(
+        folder=last.folder / "tasks",
+        first=first,
+        last=last,
+        tasks=tasks,
+        configs=configs,
+        studies=studies,
+        given=given,
+    )
 
 
 def _study(config: FineTuningConfig, task: str, first: Plan, last: Plan, given: Mapping[str, str]) -> TaskStudy:
@@ -168,7 +177,8 @@ def _study(config: FineTuningConfig, task: str, first: Plan, last: Plan, given: 
             benchmark.check_fine_tuned(load_config(given[task]), key, named=f"tasks.teacher {given[task]}")
         else:
             pending[teacher] = benchmark.fine_tuned(first.models.teacher, key)
-    return TaskStudy(config=config, task=task, root=Path(str(config.output_dir)), teacher=teacher, pending=pending)
+    folder = Path(str(config.output_dir)) / task
+    return TaskStudy(folder=folder, config=config, task=task, teacher=teacher, pending=pending)
 
 
 def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTuningConfig]:

@@ -16,14 +16,14 @@ from llmdistill.report.results import (
     COSTS,
     TEACHER,
     Comparison,
-    Row,
-    Run,
+    ComparisonRow,
     best_figures,
     describe_finding,
 )
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, SCORES, Score
-from llmdistill.report.study import StudyReport
+from llmdistill.report.study_report import StudyReport
 from llmdistill.report.tables import TitledTable, count_seeds
+from llmdistill.report.trials import TrialRow
 from llmdistill.tasks.perplexity import show_perplexity
 
 
@@ -112,7 +112,7 @@ def _make_results(comparison: Comparison) -> dict[str, Any]:
     return {"methods": methods, **({"starts": starts} if starts else {}), **sets, "warnings": list(comparison.warnings)}
 
 
-def _make_result(row: Row, difference: float | None) -> dict[str, Any]:
+def _make_result(row: ComparisonRow, difference: float | None) -> dict[str, Any]:
     scores: dict[str, Any] | None = None
     if row.average is not None:
         scores = {
@@ -143,7 +143,7 @@ def _without_prefix(value: Any, folder: Path) -> Any:
     return [_without_prefix(item, folder) for item in value] if isinstance(value, list) else value
 
 
-def _describe_checkpoints(rows: Sequence[Row]) -> dict[str, str]:
+def _describe_checkpoints(rows: Sequence[ComparisonRow]) -> dict[str, str]:
     """Return what the checkpoints hold, by the titles of the rows whose checkpoints hold the same."""
     titles_by_text: dict[str, list[str]] = {}
     for row in rows:
@@ -154,7 +154,7 @@ def _describe_checkpoints(rows: Sequence[Row]) -> dict[str, str]:
     return {", ".join(titles): text for text, titles in titles_by_text.items()}
 
 
-def _unique(runs: Sequence[Run]) -> list[Run]:
+def _unique(runs: Sequence[TrialRow]) -> list[TrialRow]:
     """Return the runs without duplicates; the chosen grid point's first seed may be both a trial and a run."""
     return list({(run.folder, run.command, run.error): run for run in reversed(runs)}.values())[::-1]
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from llmdistill.report import plots
 from llmdistill.report.panels import plot_size, plot_sizes, plot_terms
 from llmdistill.report.plots import Drawing
-from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, Row
+from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, ComparisonRow
 from llmdistill.report.score import PERPLEXITY, Score
 from llmdistill.report.starts import draw_predictions, draw_weighting
 from llmdistill.report.tables import Spread
@@ -66,7 +66,7 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
     return drawings
 
 
-def _select_spread(row: Row, text: str | None) -> Spread | None:
+def _select_spread(row: ComparisonRow, text: str | None) -> Spread | None:
     """Return the average score of a row, or its perplexity on a text."""
     return row.average if text is None else row.by_text.get(text)
 
@@ -93,7 +93,7 @@ def _draw_scores(comparison: Comparison, styles: Mapping[str, plots.Style], text
     return [Drawing(f"perplexity_{text}", f"Perplexity of {text}", f"{caption} Lower is better.", figure)]
 
 
-def row_styles(rows: Sequence[Row]) -> dict[str, plots.Style]:
+def row_styles(rows: Sequence[ComparisonRow]) -> dict[str, plots.Style]:
     """Return a style by the key of each row; its color says the method, and its marker the start."""
     methods = plots.method_styles(list(dict.fromkeys(row.name for row in rows)), plain=(TEACHER, UNTRAINED))
     starts = list(dict.fromkeys(row.start for row in rows if row.start))
@@ -112,10 +112,10 @@ def _name_by_start(drawing: Drawing, start: str) -> Drawing:
     return drawing._replace(name=f"{drawing.name}_{start}", title=f"{drawing.title}: from {start}")
 
 
-def _draw_curves(rows: Sequence[Row], start: str) -> list[Drawing]:
+def _draw_curves(rows: Sequence[ComparisonRow], start: str) -> list[Drawing]:
     styles = plots.method_styles([row.name for row in rows], plain=(TEACHER, UNTRAINED))
     for key, (label, caption) in _CURVES.items():
-        candidates = [(row, plots.mean_curve([run.history for run in row.ended], key)) for row in rows]
+        candidates = [(row, plots.mean_curve([row.logs.get(run.folder, []) for run in row.ended], key)) for row in rows]
         curves = [(row.label, styles[row.name], curve) for row, curve in candidates if plots.is_line(curve)]
         if curves:
             if key == "valid_loss" and not rows[0].score.compares_losses:
@@ -125,9 +125,9 @@ def _draw_curves(rows: Sequence[Row], start: str) -> list[Drawing]:
     return []
 
 
-def _draw_terms(row: Row, style: plots.Style) -> Drawing | None:
+def _draw_terms(row: ComparisonRow, style: plots.Style) -> Drawing | None:
     """Return the plot of a method's loss terms if its loss has several."""
-    histories = [run.history for run in row.ended]
+    histories = [row.logs.get(run.folder, []) for run in row.ended]
     terms = {term: curve for term in row.terms if plots.is_line(curve := plots.mean_curve(histories, term))}
     if len(row.terms) < 2 or not terms:
         return None

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmdistill.report.metrics_log import Log
 from llmdistill.report.samples import Sample
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, Score
 from llmdistill.report.tables import Spread, spread
+from llmdistill.report.trials import REFERENCE_PERPLEXITY, ModelEntry, TrialRow
 from llmdistill.report.weights_on_disk import Checkpoint
 from llmdistill.tasks.perplexity import mean_perplexity
 
@@ -29,35 +31,7 @@ CALIBRATION_COSTS = ("calibration_tokens", "calibration_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run of a method, with one seed at one point of its grid."""
-
-    method: str
-    seed: int
-    folder: str
-    """Path relative to the report's folder."""
-    command: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The grid point, by dotted key."""
-    scores: Mapping[str, float] | None = None
-    """The row's score by test set; None if the run was not scored on the test sets."""
-    perplexity: Mapping[str, float] | None = None
-    """Perplexity of the references by test set; None if it was not measured."""
-    texts: Mapping[str, float] = field(default_factory=dict)
-    valid: float | None = None
-    costs: Mapping[str, float | None] = field(default_factory=dict)
-    """The values of COSTS."""
-    history: Sequence[Mapping[str, float]] = ()
-    """Rows of metrics.jsonl: step, loss, valid_loss (in some rows), and the terms of the loss."""
-    error: str | None = None
-
-    @property
-    def reason(self) -> str:
-        return "it ended without scores" if self.error is None else self.error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """A model of the comparison at one size, with its scores over the seeds."""
 
     name: str
@@ -68,12 +42,14 @@ class Row:
     start: str = ""
     params: int | None = None
     checkpoint: Checkpoint | None = None
-    runs: Sequence[Run] = ()
+    runs: Sequence[TrialRow] = ()
     """The runs at the chosen grid point, one per seed."""
-    trials: Sequence[Run] = ()
+    trials: Sequence[TrialRow] = ()
     """The runs of every grid point that was tried, with the first seed."""
     terms: Sequence[str] = ()
-    """The keys of the loss terms in the history."""
+    """The keys of the loss terms in the logs."""
+    logs: Mapping[str, Log] = field(default_factory=dict)
+    """The rows of metrics.jsonl of `runs`, by folder."""
     calibration: Mapping[str, float] | None = None
     """The values of CALIBRATION_COSTS; None if the comparison has no calibration."""
 
@@ -96,30 +72,44 @@ class Row:
         """Whether the row is a method, not the teacher or the untrained student."""
         return self.name not in (TEACHER, UNTRAINED)
 
-    @property
-    def ended(self) -> list[Run]:
-        """The runs that ended with scores."""
-        return [run for run in self.runs if run.error is None and run.scores is not None]
+    def entry(self, run: TrialRow) -> ModelEntry:
+        """Return what a run says of the row's model."""
+        model = {TEACHER: "teacher", UNTRAINED: "untrained"}.get(self.name, "student")
+        return run.models.get(model, ModelEntry())
+
+    def of_sets(self, run: TrialRow) -> dict[str, float]:
+        """Return the row's score of a run by test set; empty if the run was not scored on them."""
+        return self.entry(run).by_set(self.score.key)
+
+    def of_validation(self, run: TrialRow) -> float | None:
+        return self.entry(run).on_validation(self.score.key)
 
     @property
-    def failed(self) -> list[Run]:
+    def ended(self) -> list[TrialRow]:
+        """The runs that ended with scores."""
+        return [run for run in self.runs if run.error is None and self.of_sets(run)]
+
+    @property
+    def failed(self) -> list[TrialRow]:
         """The runs without scores."""
-        return [run for run in self.runs if run.error is not None or run.scores is None]
+        return [run for run in self.runs if run.error is not None or not self.of_sets(run)]
 
     @property
     def by_set(self) -> dict[str, Spread]:
         """The scores over seeds by test set; empty if every run failed."""
-        return _spread_by_name([run.scores or {} for run in self.ended])
+        return _spread_by_name(map(self.of_sets, self.ended))
 
     @property
     def by_text(self) -> dict[str, Spread]:
-        """The perplexity over seeds by text."""
-        return _spread_by_name([run.texts for run in self.ended])
+        """The perplexity over seeds by text, where the test sets have another score."""
+        if self.score is PERPLEXITY:
+            return {}
+        return _spread_by_name(self.entry(run).by_set(PERPLEXITY.key) for run in self.ended)
 
     @property
     def average(self) -> Spread | None:
         """The average over the test sets, over seeds; None if every run failed."""
-        return _spread_over_runs(self.score.mean(run.scores.values()) for run in self.ended if run.scores is not None)
+        return _spread_over_runs(self.score.mean(self.of_sets(run).values()) for run in self.ended)
 
     @property
     def settings(self) -> Mapping[str, Any] | None:
@@ -128,17 +118,27 @@ class Row:
 
     @property
     def valid(self) -> Spread | None:
-        return _spread_over_runs(run.valid for run in self.ended if run.valid is not None)
+        return _spread_over_runs(value for run in self.ended if (value := self.of_validation(run)) is not None)
 
     @property
     def perplexity(self) -> Spread | None:
         """The geometric mean over the test sets of the references' perplexity, over seeds; None if not measured."""
-        return _spread_over_runs(mean_perplexity(run.perplexity) for run in self.ended if run.perplexity)
+        measured = (self.entry(run).by_set(REFERENCE_PERPLEXITY) for run in self.ended)
+        return _spread_over_runs(mean_perplexity(by_set) for by_set in measured if by_set)
 
     def cost(self, key: str) -> float | None:
         """Return the median over seeds of one of COSTS."""
-        values = [value for run in self.ended if (value := run.costs.get(key)) is not None]
+        values = [value for run in self.ended if (value := self._costs(run)[key]) is not None]
         return statistics.median(values) if values else None
+
+    def _costs(self, run: TrialRow) -> dict[str, float | None]:
+        return {
+            "training_tokens": run.tokens,
+            "training_tokens_per_second": run.tokens_per_second,
+            "peak_memory_bytes": run.peak_memory_bytes,
+            "generation_tokens_per_second": self.entry(run).generation_tokens_per_second,
+            "seconds": run.seconds,
+        }
 
 
 def _spread_over_runs(values: Iterable[float]) -> Spread | None:
@@ -146,7 +146,8 @@ def _spread_over_runs(values: Iterable[float]) -> Spread | None:
     return spread(numbers) if numbers else None
 
 
-def _spread_by_name(values: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+def _spread_by_name(of_runs: Iterable[Mapping[str, float]]) -> dict[str, Spread]:
+    values = list(of_runs)
     return {name: spread([of_run[name] for of_run in values]) for name in (values[0] if values else ())}
 
 
@@ -174,9 +175,9 @@ class Comparison:
     """By test set, how many of its examples (or windows) are scored, and how many it has."""
     texts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """As `examples`, by text beside the test sets."""
-    rows: Sequence[Row]
+    rows: Sequence[ComparisonRow]
     """The teacher, then for each start the untrained student and the methods in the given order."""
-    sizes: Sequence[Row] = ()
+    sizes: Sequence[ComparisonRow] = ()
     """The rows for the plot of quality against size, whose labels say the size; empty without further sizes."""
     beginnings: Sequence[Beginning] = ()
     """How the untrained students were made, by size and start; empty without starts and weighting."""
@@ -217,17 +218,19 @@ class Comparison:
         return f"Not all {self.score.counted} are scored: {listed}."
 
     @property
-    def teacher(self) -> Row | None:
+    def teacher(self) -> ComparisonRow | None:
         return next((row for row in self.rows if row.name == TEACHER), None)
 
-    def difference(self, row: Row) -> float | None:
+    def difference(self, row: ComparisonRow) -> float | None:
         """Return the average score minus the teacher's average score; None if one of them has no average."""
         if self.teacher is None or self.teacher.average is None or row.average is None:
             return None
         return row.average.mean - self.teacher.average.mean
 
 
-def best_figures(rows: Sequence[Row], sets: Sequence[str], texts: Iterable[str] = ()) -> dict[str, float | None]:
+def best_figures(
+    rows: Sequence[ComparisonRow], sets: Sequence[str], texts: Iterable[str] = ()
+) -> dict[str, float | None]:
     """Return the best method's score in each column, empty without a method that ended."""
     trained = [row for row in rows if row.trained and row.average is not None]
     if not trained:
@@ -238,7 +241,7 @@ def best_figures(rows: Sequence[Row], sets: Sequence[str], texts: Iterable[str] 
     return {**best, "average": score.best(row.average.mean for row in trained if row.average is not None)}
 
 
-def describe_finding(rows: Sequence[Row], sets: Sequence[str]) -> str:
+def describe_finding(rows: Sequence[ComparisonRow], sets: Sequence[str]) -> str:
     """Return the finding in one sentence; a method leads if its lead exceeds one standard error of the difference."""
     where = f"on {sets[0]}" if len(sets) == 1 else f"on the average of {len(sets)} sets"
     ranked = [(row.average, row.title) for row in rows if row.trained and row.average is not None]
@@ -280,6 +283,6 @@ def describe_finding(rows: Sequence[Row], sets: Sequence[str]) -> str:
     )
 
 
-def _plain_name(row: Row) -> str:
+def _plain_name(row: ComparisonRow) -> str:
     name = "untrained student" if row.name == UNTRAINED else row.name
     return f"{name} from {row.start}" if row.start else name

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from llmdistill.report.pages import figure
-from llmdistill.tasks.base import VALID
 from llmdistill.tasks.perplexity import show_perplexity
-
-Results = Mapping[str, Any]
-"""The entry of a model in metrics.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +16,7 @@ class Score:
 
     name: str
     key: str
-    """In results.json."""
+    """Its metric in the rows of trials, and its key in results.json."""
     title: str
     """Above tables."""
     higher_is_better: bool
@@ -35,10 +30,6 @@ class Score:
     """Whether the scores of models differ by factors, so that their axis is logarithmic."""
     compares_losses: bool
     """Whether the validation losses of two methods can be compared; they are sums of different terms otherwise."""
-    of_sets: Callable[[Results], Mapping[str, float] | None]
-    """Returns a model's scores by test set, None if there are none."""
-    of_validation: Callable[[Results], float | None]
-    """Returns a model's score on the validation set, None if there is none."""
     mean: Callable[[Iterable[float]], float]
     show: Callable[[float | None], str]
 
@@ -54,11 +45,6 @@ class Score:
         return what if self.higher_is_better else f"{what}\n(lower is better)"  # in a line it is longer than an axis
 
 
-def _read_texts(results: Results) -> dict[str, float] | None:
-    texts = results.get("texts")
-    return None if texts is None else {name: text["perplexity"] for name, text in texts.items() if name != VALID}
-
-
 ROUGE_L = Score(
     name="ROUGE-L",
     key="rougeL",
@@ -69,8 +55,6 @@ ROUGE_L = Score(
     averaged="the mean of the sets",
     over_decades=False,
     compares_losses=True,
-    of_sets=lambda results: results.get("rougeL"),
-    of_validation=lambda results: results.get(VALID, {}).get("rougeL"),
     mean=statistics.fmean,
     show=figure,
 )
@@ -84,8 +68,6 @@ PERPLEXITY = Score(
     averaged="the geometric mean of the texts",
     over_decades=True,
     compares_losses=False,
-    of_sets=_read_texts,
-    of_validation=lambda results: results.get("texts", {}).get(VALID, {}).get("perplexity"),
     mean=statistics.geometric_mean,
     show=show_perplexity,
 )

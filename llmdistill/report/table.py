@@ -26,8 +26,8 @@ MODELS = {"teacher": "teacher", "untrained": "untrained", "student": "trained"}
 """Rows of the table: key in metrics.json -> the name in the table."""
 
 
-def run_record(decoding: str, log: Log, teacher_params: int) -> dict[str, Any]:
-    """Return the record of a run: command, hardware, versions, time, decoding, teacher size and training cost."""
+def execution_record(decoding: str, log: Log, teacher_params: int) -> dict[str, Any]:
+    """Return how a run went: command, hardware, versions, time, decoding, teacher size and training cost."""
     world = World.current()
     own = {"decoding": decoding, "teacher_params": teacher_params, "training": training_cost(log)}
     return {**make_record(world.command, world.size), **own}

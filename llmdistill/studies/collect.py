@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,14 @@ from llmdistill.models.companions import downloaded
 from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
-from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
+from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, ComparisonRow
 from llmdistill.report.samples import read_samples
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
 from llmdistill.report.starts import read_weighting
+from llmdistill.report.trials import ModelEntry
 from llmdistill.report.weights_on_disk import read_checkpoint
 from llmdistill.studies.comparison import Findings, MethodStudy
 from llmdistill.studies.equal import size_label
-from llmdistill.studies.launcher import shown_command
-from llmdistill.studies.trials import Result, Trial
 from llmdistill.studies.variants import Start
 from llmdistill.tasks.base import VALID
 from llmdistill.tasks.words import describe_words
@@ -33,13 +31,13 @@ def collect(
     teacher = locate(str(study.recipe.teacher.model))
     first = findings.rows[study.starts[0].key("none")].first
     rows = [
-        Row(
+        ComparisonRow(
             name="teacher",
             label="teacher",
             score=study.score,
             params=findings.base["teacher"]["params"],
             checkpoint=read_checkpoint(downloaded(teacher)),
-            runs=[_run(study, "teacher", first, "teacher")],
+            runs=[study.row_of(study.starts[0].key("none"), first)],
         ),
         *(row for start in study.starts for row in _rows(study, findings, start)),
     ]
@@ -78,7 +76,7 @@ def collect(
     )
 
 
-def _rows(study: MethodStudy, findings: Findings, start: Start) -> list[Row]:
+def _rows(study: MethodStudy, findings: Findings, start: Start) -> list[ComparisonRow]:
     """Return the rows of the untrained student of a start and of the methods that train it."""
     key = start.key("none")
     base = findings.rows[key].first
@@ -92,31 +90,42 @@ def _rows(study: MethodStudy, findings: Findings, start: Start) -> list[Row]:
         "calibration": costs if weighting or start.name else None,
     }
     checkpoint = read_checkpoint(downloaded(Path(study.untrained(start))))
-    runs = [_run(study, key, base, "untrained")]
-    rows = [Row(name="none", label="untrained student", checkpoint=checkpoint, runs=runs, **shared)]
+    runs = [study.row_of(key, base)]
+    rows = [ComparisonRow(name="none", label="untrained student", checkpoint=checkpoint, runs=runs, **shared)]
     for variant in (each for each in study.trained() if each.start.name == start.name):
         outcome = findings.rows[variant.key]
-        runs = [_run(study, variant.key, each) for each in outcome.runs]
-        trials = [_run(study, variant.key, each) for each in outcome.trials]
-        ended = (each.trial.folder for each in outcome.runs if each.metrics)
-        checkpoint = next((read_checkpoint(folder / "student") for folder in ended), None)
-        terms = next((names for run in runs if (names := term_names(run.history))), [])
-        own: dict[str, Any] = {"checkpoint": checkpoint, "runs": runs, "trials": trials, "terms": terms}
-        rows.append(Row(name=variant.name, label=variant.label, **own, **shared))
+        runs = [study.row_of(variant.key, result) for result in outcome.runs]
+        logs = {run.folder: read_metrics_log(study.folder / run.folder) for run in runs}
+        ended = (result.trial.folder for result in outcome.runs if result.metrics)
+        own: dict[str, Any] = {
+            "checkpoint": next((read_checkpoint(folder / "student") for folder in ended), None),
+            "runs": runs,
+            "trials": [study.row_of(variant.key, result) for result in outcome.trials],
+            "terms": next((names for log in logs.values() if (names := term_names(log))), []),
+            "logs": logs,
+        }
+        rows.append(ComparisonRow(name=variant.name, label=variant.label, **own, **shared))
     return rows
 
 
-def _sizes(study: MethodStudy, findings: Findings, table: Sequence[Row]) -> list[Row]:
+def _sizes(study: MethodStudy, findings: Findings, table: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows by size: those of the table, then those of the further sizes with one seed."""
     if not findings.sizes:
         return []
     rows = [replace(row, label=TABLE_SIZE) for row in table]
     for size, results in findings.sizes.items():
         for row in (row for row in table if row.key in results):
-            result, model = results[row.key].first, "student" if row.trained else "untrained"
-            params = None if result.metrics is None else result.metrics[model]["params"]
-            runs, label = [_run(study, row.key, result, model)], size_label(size)
-            rows.append(Row(name=row.name, start=row.start, score=row.score, label=label, params=params, runs=runs))
+            run = study.row_of(row.key, results[row.key].first)
+            rows.append(
+                ComparisonRow(
+                    name=row.name,
+                    start=row.start,
+                    score=row.score,
+                    label=size_label(size),
+                    params=row.entry(run).params,
+                    runs=[run],
+                )
+            )
     return rows
 
 
@@ -125,53 +134,24 @@ def _beginnings(study: MethodStudy, findings: Findings) -> list[Beginning]:
     made = [(start, TABLE_SIZE, findings.rows[start.key("none")].first) for start in study.starts]
     for size, results in findings.sizes.items():
         made += [(start, size_label(size), results[start.key("none")].first) for start in study.starts]
-    found = []
+    beginnings = []
     for start, size, result in made:
-        model = (result.metrics or {}).get("untrained", {})
-        scores, weighting = study.score.of_sets(model), read_weighting(result.trial.folder)
+        run, weighting = study.row_of(start.key("none"), result), read_weighting(result.trial.folder)
+        untrained = run.models.get("untrained", ModelEntry())
+        scores = untrained.by_set(study.score.key)
         if scores and (start.name or weighting):
-            found.append(
+            beginnings.append(
                 Beginning(
                     start=start.name,
                     label=start.label,
                     size=size,
-                    folder=_relative(study, result.trial),
-                    params=model["params"],
+                    folder=run.folder,
+                    params=untrained.params,
                     average=study.score.mean(scores.values()),
                     weighting=weighting,
                 )
             )
-    return found
-
-
-def _run(study: MethodStudy, method: str, result: Result, model: str = "student") -> Run:
-    trial, metrics = result.trial, result.metrics or {}
-    scored, score = metrics.get(model, {}), study.score
-    training = (metrics["run"]["training"] or {}) if metrics and model == "student" else {}
-    return Run(
-        method=method,
-        seed=trial.seed,
-        folder=_relative(study, trial),
-        command=shown_command(study.launcher.command(*trial.entry)),
-        settings=dict(trial.settings),
-        scores=score.of_sets(scored),
-        perplexity=scored.get("perplexity"),
-        texts=(None if score is PERPLEXITY else PERPLEXITY.of_sets(scored)) or {},
-        valid=score.of_validation(scored),
-        costs={
-            "training_tokens": training.get("tokens"),
-            "training_tokens_per_second": training.get("tokens_per_second"),
-            "peak_memory_bytes": training.get("peak_memory_bytes"),
-            "generation_tokens_per_second": scored.get("generation_tokens_per_second"),
-            "seconds": result.seconds,
-        },
-        history=read_metrics_log(trial.folder),
-        error=result.error,
-    )
-
-
-def _relative(study: MethodStudy, trial: Trial) -> str:
-    return os.path.relpath(trial.folder, study.root)
+    return beginnings
 
 
 def _facts(study: MethodStudy, findings: Findings, command: str) -> dict[str, str]:

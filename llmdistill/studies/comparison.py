@@ -20,9 +20,10 @@ from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
 from llmdistill.report.score import PERPLEXITY, ROUGE_L, SCORES, Score
+from llmdistill.report.trials import run_entries
 from llmdistill.studies.equal import check_starts, equal_size, other_size, size_label, steps_for_equal_tokens
 from llmdistill.studies.launcher import Launcher
-from llmdistill.studies.study import Outcome, Row, Study
+from llmdistill.studies.study import Outcome, PlannedRow, Study
 from llmdistill.studies.trials import Choice, Progress, Result, Trial, make_trial, points
 from llmdistill.studies.variants import Start, Variant
 from llmdistill.tasks.base import VALID
@@ -90,7 +91,6 @@ class MethodStudy(Study):
     """
 
     recipe: RunConfig
-    root: Path
     variants: Sequence[Variant]
     grid: Mapping[str, Sequence[Any]]
     """The values that every method tries, by dotted key."""
@@ -148,7 +148,7 @@ class MethodStudy(Study):
         }
         of_size = "" if size is None else f" of {size_label(size)}"
         title = start.title(f"{'teacher and ' if first else ''}untrained student{of_size}")
-        make = partial(make_trial, self.root, self.recipe, start.key("base"), title=title)
+        make = partial(make_trial, self.folder, self.recipe, start.key("base"), title=title)
         base = make(changes) if size is None else self.base(start)
         return make({**changes, **self._kept(start, base)})
 
@@ -172,7 +172,7 @@ class MethodStudy(Study):
         if not needed or base.config.student.factorize.weighting == "none":
             return {}
         # The name of the run says what was measured, on which data.
-        folder = Path(self.root / "calibration" if given is None else given) / base.folder.name
+        folder = Path(self.folder / "calibration" if given is None else given) / base.folder.name
         return {"student.factorize.calibration.folder": str(folder)}
 
     @property
@@ -187,7 +187,7 @@ class MethodStudy(Study):
             "batch_size": scoring.batch_size,
             **{key: getattr(data, key) for key in LIMITS},
         }
-        output = self.root / "seqkd" / f"responses-{digest(settings)[:8]}.jsonl"
+        output = self.folder / "seqkd" / f"responses-{digest(settings)[:8]}.jsonl"
         title = "the teacher's answers to the training prompts"
         return Answers(title, {}, self.seeds[0], {**settings, "output": str(output)})
 
@@ -207,9 +207,9 @@ class MethodStudy(Study):
         if variant.method.teacher_writes:
             changes["data.train"] = str(self.answers.output)
             changes["train.steps"] = steps_for_equal_tokens(self.recipe, self.answers.output, seed)
-        return make_trial(self.root, self.recipe, variant.key, changes, point, title=variant.title)
+        return make_trial(self.folder, self.recipe, variant.key, changes, point, title=variant.title)
 
-    def row(self, variant: Variant, error: str | None = None) -> Row:
+    def row(self, variant: Variant, error: str | None = None) -> PlannedRow:
         """Return the trials of every grid point with the first seed, and the other seeds of the chosen one."""
         student, tried = self.untrained(variant.start), self.points(variant)
         # A single grid point needs no choice, so its run with the first seed is also a final run.
@@ -219,7 +219,7 @@ class MethodStudy(Study):
             return [self.trial(variant, choice.settings, seed, student, tests=True) for seed in self.seeds[single:]]
 
         trials = [self.trial(variant, point, self.seeds[0], student, tests=single) for point in tried]
-        return Row(key=variant.key, trials=trials, further=final, error=error)
+        return PlannedRow(key=variant.key, trials=trials, further=final, error=error)
 
     def untrained(self, start: Start) -> str:
         """Return the folder or name of the student with which all variants of a start begin."""
@@ -228,17 +228,17 @@ class MethodStudy(Study):
 
     def merit(self, result: Result) -> float:
         assert result.metrics is not None
-        value = self.score.of_validation(result.metrics["student"])
+        value = run_entries(result.metrics)["student"].on_validation(self.score.key)
         assert value is not None
         return self.score.merit(value)
 
     def describe(self, metrics: Mapping[str, Any]) -> str:
         parts = []
-        for name, model in metrics.items():
+        for name, entry in run_entries(metrics).items():
             shown = []
-            for score in SCORES.values() if isinstance(model, dict) and "params" in model else ():
-                valid = score.of_validation(model)
-                values = {**(score.of_sets(model) or {}), **({} if valid is None else {"validation": valid})}
+            for score in SCORES.values():
+                valid = entry.on_validation(score.key)
+                values = {**entry.by_set(score.key), **({} if valid is None else {"validation": valid})}
                 prefix = "" if score is ROUGE_L else f"{score.name} "
                 shown += [f"{prefix}{key} {score.show(value)}" for key, value in values.items()]
             parts += [f"{name} {' '.join(shown)}"] if shown else []
@@ -250,7 +250,7 @@ class MethodStudy(Study):
         say(describe_runs(counts))
         with Progress(sum(counts.values()), self.describe) as progress:
             run = partial(self.run, runner=self.launcher, progress=progress)
-            rows = run([Row(key=start.key("none"), trials=[self.base(start)]) for start in starts])
+            rows = run([PlannedRow(key=start.key("none"), trials=[self.base(start)]) for start in starts])
             for start in starts:
                 base = rows[start.key("none")].first
                 if base.metrics is None:
@@ -265,7 +265,7 @@ class MethodStudy(Study):
                 error = answers.error
             rows |= run([self.row(each, error if each.method.teacher_writes else None) for each in trained])
             untrained = {(size, start.key("none")): self.base(start, size) for size in self.sizes for start in starts}
-            sizes = run([Row(key=key, trials=[trial]) for key, trial in untrained.items()])
+            sizes = run([PlannedRow(key=key, name=key[1], trials=[trial]) for key, trial in untrained.items()])
             planned = {}
             for size, variant in product(self.sizes, trained):
                 base, choice = sizes[size, variant.start.key("none")].first, rows[variant.key].choice
@@ -273,7 +273,7 @@ class MethodStudy(Study):
                     student = str(base.trial.folder / "untrained")
                     of_size = partial(self.trial, variant, choice.settings, self.seeds[0], student)
                     planned[size, variant.key] = of_size(tests=True, valid=False)
-            sizes |= run([Row(key=key, trials=[trial]) for key, trial in planned.items()])
+            sizes |= run([PlannedRow(key=key, name=key[1], trials=[trial]) for key, trial in planned.items()])
         by_size = {size: {key: each for (of, key), each in sizes.items() if of == size} for size in self.sizes}
         return Findings(rows=rows, sizes=by_size)
 
@@ -313,7 +313,7 @@ class MethodStudy(Study):
 
     def _plan(self, variant: Variant, point: Mapping[str, Any]) -> Plan:
         changes = {**variant.settings, **point, "seed": self.seeds[0]}
-        return make_plan(make_trial(self.root, self.recipe, variant.key, changes).config)
+        return make_plan(make_trial(self.folder, self.recipe, variant.key, changes).config)
 
     def _check_text(self, chooses: bool) -> None:
         """Check what is only asked of a comparison on text; `chooses`: whether there are settings to choose."""

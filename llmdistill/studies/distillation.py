@@ -32,11 +32,12 @@ def distill_plans(plans: Sequence[Plan], data: TaskData, *, then: Callable[[], N
     # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
     alone = not assistants and then is None and searching is None
     with claim_folder(last.asked, may_go_on=alone):
+        # A chain and no study: each assistant is the next one's teacher, and nothing is chosen among them.
         for plan in assistants:
             print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}")
             run_plan(plan, data.of(plan.models))
         if searching is not None:
-            search = LayerSearch(plan=last, name=searching)
+            search = LayerSearch(folder=last.folder / "layer-search", plan=last, name=searching)
             chosen = search.conduct(lambda part: run_plan(part, data.of(part.models)))
             last = make_plan(last.config.with_settings(searching, teacher_layer=chosen), last.before)
         execute(last, data.of(last.models))

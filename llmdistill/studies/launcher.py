@@ -94,6 +94,10 @@ class Launcher:
         launcher = str(beside) if beside.is_file() else "deepspeed"
         return [launcher, *flags, "--no_local_rank", "--module", module, *arguments]
 
+    def command_of(self, trial: Trial, flags: Sequence[str] | None = None) -> list[str]:
+        """Return the command that runs a trial."""
+        return [sys.executable, "-m", *trial.entry] if trial.alone else self.command(*trial.entry, flags=flags)
+
     @property
     def undivided(self) -> Launcher:
         """The launcher that gives the whole machine to each trial."""
@@ -134,9 +138,7 @@ class Launcher:
         # Launchers that run at the same time must not use the same port.
         port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
         trial.write()
-        command = (
-            [sys.executable, "-m", *trial.entry] if trial.alone else self.command(*trial.entry, flags=[*slot, *port])
-        )
+        command = self.command_of(trial, flags=[*slot, *port])
         more: dict[str, str] = {}
         # Trials at the same time share the CPU cores of a machine without GPUs.
         if self.trials_at_once > 1 and not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:

@@ -5,7 +5,7 @@ MiniLMv2 Figure 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,14 @@ from llmdistill.methods.layers import parse_layers
 from llmdistill.models.families import shape_of
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.report.plots import Drawing, curve_of, method_styles, plot_curves
-from llmdistill.report.study import StudyReport
+from llmdistill.report.study_report import StudyReport
 from llmdistill.report.tables import TitledTable
+from llmdistill.report.trials import ModelEntry, entry_of
 from llmdistill.runtime.distributed import on_main
 from llmdistill.studies.launcher import InProcess
-from llmdistill.studies.study import Outcome, Row, Study
+from llmdistill.studies.study import Outcome, PlannedRow, Study
 from llmdistill.studies.trials import Result, Trial
+from llmdistill.tasks.base import VALID
 from llmdistill.training.plan import Plan, make_plan
 
 
@@ -51,6 +53,9 @@ class LayerSearch(Study):
         assert result.metrics is not None
         return -float(result.metrics["valid_loss"])
 
+    def entries(self, trial: Trial, metrics: Mapping[str, Any]) -> dict[str, ModelEntry]:
+        return {"student": entry_of({(VALID, "loss"): metrics["valid_loss"]})}
+
     def conduct(self, run: Callable[[Plan], object]) -> int:
         """Return the best layer, from 1, and write layer_search.json and a plot into the run's folder.
 
@@ -62,7 +67,7 @@ class LayerSearch(Study):
         # A probe can be planned only when the relations are learned, because that trial writes the probe's student.
         runner = InProcess(lambda config: run(make_plan(config, self.plan.before)))
         for kind, trials in zip(("relations", "probes"), zip(*pairs, strict=True), strict=True):
-            outcome = self.run([Row(key=kind, trials=trials)], runner)[kind]
+            outcome = self.run([PlannedRow(key=kind, trials=trials)], runner)[kind]
             for result in outcome.failed:
                 raise UserError(
                     f"the search for the teacher's layer failed at the {result.trial.title}: {result.error}"
@@ -72,7 +77,7 @@ class LayerSearch(Study):
     def _trials(self, layer: int) -> tuple[Trial, Trial]:
         """Return the trial that learns a layer's relations and the trial that scores its student; layers are from 1."""
         config, search = self.plan.config, self.plan.config.method_settings[self.name].search
-        part = self.plan.folder / "layer-search" / f"layer-{layer}"
+        part = self.folder / f"layer-{layer}"
         student = config.student.made_otherwise(model=str(part / "distil" / "student"))
 
         def trial(title: str, base: RunConfig, method: str, steps: int, name: str) -> Trial:

@@ -98,6 +98,7 @@ SUITE = ModelSuite(
     name="mteb",
     title="MTEB",
     asked=("tasks", "benchmark", "languages", "max_length"),
+    values=lambda names, results: {(names[1], results["metric"]): results["score"]},
     score=_score,
     table=table,
     template="mteb",

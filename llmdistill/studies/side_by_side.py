@@ -23,14 +23,15 @@ from llmdistill.models.families import is_causal
 from llmdistill.models.load import Head, load_model
 from llmdistill.report.plots import Drawing
 from llmdistill.report.record import make_record
-from llmdistill.report.study import StudyReport
+from llmdistill.report.study_report import StudyReport
 from llmdistill.report.table import MODELS
 from llmdistill.report.tables import TitledTable
+from llmdistill.report.trials import ModelEntry, entry_of
 from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
 from llmdistill.runtime.distributed import World
 from llmdistill.students.counting import count_parameters
 from llmdistill.studies.launcher import InProcess
-from llmdistill.studies.study import Row, Study
+from llmdistill.studies.study import PlannedRow, Study
 from llmdistill.studies.trials import Trial
 from llmdistill.training.run_folder import METRICS_FILE, RUN_FILE
 
@@ -47,6 +48,9 @@ class ModelTrial(Trial):
     def folder(self) -> Path:
         return self.file.parent
 
+    def values(self) -> dict[str, Any]:
+        return dict(self.asked)
+
     def kept(self) -> dict[str, Any] | None:
         return read_result(self.file, self.asked)
 
@@ -54,14 +58,55 @@ class ModelTrial(Trial):
         write_result(self.file, self.asked, scores)
 
 
+@dataclass(frozen=True)
+class JointTrial(Trial):
+    """A measurement of all models at once, which every command repeats; its config is the folder of the results."""
+
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict, kw_only=True)
+    """The results of each model by name."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "error.log"
+
+    def values(self) -> dict[str, Any]:
+        return {}
+
+    def kept(self) -> None:
+        return None
+
+    def left(self) -> dict[str, Any] | None:
+        return self.measured or None
+
+    def took(self, seconds: float) -> float:
+        return seconds
+
+
+Values = Callable[[Sequence[str], Mapping[str, Any]], dict[tuple[str, str], float]]
+"""Returns the scores by (set, metric) in the results of a model, from the names of its trial and these results."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ComparedModels(Study):
     """The models of a command, how they run, and where their results go."""
 
     paths: Mapping[str, Path]
-    folder: Path
     dtype: str
     device: torch.device
+    values: Values
+
+    def entries(self, trial: Trial, metrics: Mapping[str, Any]) -> dict[str, ModelEntry]:
+        names = [(name,) for name in metrics] if isinstance(trial, JointTrial) else [trial.config]
+        entries = {}
+        for of_trial in names:
+            results = metrics[of_trial[0]] if isinstance(trial, JointTrial) else metrics
+            params = results["params"]["total"] if isinstance(results["params"], dict) else results["params"]
+            entries[of_trial[0]] = entry_of(self.values(of_trial, results), params=params)
+        return entries
 
     def check_kind(self, *, causal: bool, reason: str) -> None:
         """Raises UserError, which ends with the reason, for a model that is no decoder (causal) or no encoder."""
@@ -99,12 +144,25 @@ class ComparedModels(Study):
         `score` gets the names of the trial. Raises UserError, after the other trials, if one fails.
         """
         runner = InProcess(lambda names: trials[names].keep(score(*names)))
-        outcomes = self.run([Row(key=names, trials=[trial]) for names, trial in trials.items()], runner)
+        rows = [PlannedRow(key=names, name=names[0], trials=[trial]) for names, trial in trials.items()]
+        outcomes = self.run(rows, runner)
         for result in (outcome.first for outcome in outcomes.values()):
             if result.metrics is None:
                 raise UserError(f"{result.trial.title}: {result.error}")
         scores = {names: outcome.first.metrics or {} for names, outcome in outcomes.items()}
         return {names: {key: value for key, value in each.items() if key != "asked"} for names, each in scores.items()}
+
+    def measure_together(self, measure: Callable[[], Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+        """Return the results of each model by name, which are measured anew by every command.
+
+        For what compares the models themselves: batches that are timed in turn, or maps against those of the first.
+        """
+        trial = JointTrial("all models", {}, 0, str(self.folder))
+        runner = InProcess(lambda _: trial.measured.update(measure()))
+        result = self.run([PlannedRow(key="all", trials=[trial])], runner)["all"].first
+        if result.error is not None:
+            raise UserError(result.error)
+        return trial.measured
 
     def score_each(
         self,
@@ -146,6 +204,7 @@ class ModelSuite:
     name: str
     title: str
     asked: Sequence[str]
+    values: Values
     score: Callable[[Any, ComparedModels], ModelScores]
     """Checks the settings before a model is loaded, and scores the models; raises UserError for a mistake."""
     table: Callable[[Mapping[str, Any]], TitledTable]
@@ -164,6 +223,7 @@ class ModelSuite:
             folder=Path(config.output_dir or default_folder(self.name, config.model[0])),
             dtype=chosen_dtype(config.dtype, world.device),
             device=world.device,
+            values=self.values,
         )
         scores = self.score(config, models)
         results = {

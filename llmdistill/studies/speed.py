@@ -55,13 +55,18 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
         }
         for name, model in loaded.items()
     }
-    for kind, training in {"forward": False, **({"step": True} if config.training else {})}.items():
-        seconds = time_batches(loaded, batches, warmup=config.warmup, training=training)
-        reference = timing(seconds[first])["median"]
-        for name, times in seconds.items():
-            found = timing(times)
-            rows[name][kind] = {"seconds": sum(times), **found, "speedup": reference / found["median"]}
-    return ModelScores(results={"models": rows})
+
+    def measure() -> dict[str, dict[str, Any]]:
+        for kind, training in {"forward": False, **({"step": True} if config.training else {})}.items():
+            # The models take turns batch by batch, so that a machine that slows down slows all of them.
+            seconds = time_batches(loaded, batches, warmup=config.warmup, training=training)
+            reference = timing(seconds[first])["median"]
+            for name, times in seconds.items():
+                timed = timing(times)
+                rows[name][kind] = {"seconds": sum(times), **timed, "speedup": reference / timed["median"]}
+        return rows
+
+    return ModelScores(results={"models": models.measure_together(measure)})
 
 
 def _head(config: PreTrainedConfig) -> Head:
@@ -127,6 +132,9 @@ SUITE = ModelSuite(
     name="speed",
     title="Speed",
     asked=("batches", "batch_size", "max_length", "task", "warmup"),
+    values=lambda _, results: {
+        (kind, key): results[kind][key] for kind in ("forward", "step") if kind in results for key in results[kind]
+    },
     score=_score,
     table=table,
     note=" Parameters of the token embedding (Emd) and of the layers (Trm).",

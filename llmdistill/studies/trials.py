@@ -241,6 +241,22 @@ def _pairs(settings: Mapping[str, Any], sign: str) -> list[str]:
     return [f"{key.rsplit('.', 1)[-1]}{sign}{text}" for key, text in texts.items()]
 
 
+def settings_that_differ(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """Return, of each trial, the settings whose values are not the same in all trials, by dotted key."""
+    values = [_by_dotted_key(trial.values()) for trial in trials]
+    first = values[0] if values else {}
+    keys = {key: None for of_trial in values for key in (*first, *of_trial) if first.get(key) != of_trial.get(key)}
+    keys.pop("output_dir", None)  # a trial's row has its folder
+    return [{key: of_trial.get(key) for key in keys} for of_trial in values]
+
+
+def _by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _by_dotted_key(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Return every combination of a grid's values, by dotted key; the values of the last key change first."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
@@ -255,8 +271,8 @@ class Choice:
     """The trial with the best score; the first one if several are equal."""
 
 
-Score = Callable[[Result], float]
-"""The score of a finished trial; higher is better."""
+Merit = Callable[[Result], float]
+"""The score of a finished trial by which settings are chosen; the higher, the better."""
 
 
 def by_settings(results: Sequence[Result]) -> list[list[Result]]:
@@ -268,7 +284,7 @@ def by_settings(results: Sequence[Result]) -> list[list[Result]]:
     return list(groups.values())
 
 
-def choose(results: Sequence[Result], score: Score) -> Choice | None:
+def choose(results: Sequence[Result], merit: Merit) -> Choice | None:
     """Choose the settings with the best mean score over seeds, the first if several are equal.
 
     If trials failed, only the settings with the most finished seeds are compared. A single combination of settings
@@ -279,14 +295,14 @@ def choose(results: Sequence[Result], score: Score) -> Choice | None:
         return None
     most = max(map(len, groups))
     groups = [group for group in groups if len(group) == most]
-    chosen = groups[0] if len(groups) == 1 else max(groups, key=lambda group: statistics.fmean(map(score, group)))
-    best = chosen[0] if len(chosen) == 1 else max(chosen, key=score)
+    chosen = groups[0] if len(groups) == 1 else max(groups, key=lambda group: statistics.fmean(map(merit, group)))
+    best = chosen[0] if len(chosen) == 1 else max(chosen, key=merit)
     return Choice(chosen[0].trial.settings, chosen, best)
 
 
-def may_be_best(results: Sequence[Result], score: Score, seeds: int) -> list[Result]:
+def may_be_best(results: Sequence[Result], merit: Merit, seeds: int) -> list[Result]:
     """Return the best trial so far, and the best one of the settings that have not run with all `seeds` seeds."""
     groups = by_settings(results)
-    leaders = [max(group, key=score) for group in groups if len(group) < seeds]
-    choice = choose([result for group in groups if len(group) == seeds for result in group], score)
+    leaders = [max(group, key=merit) for group in groups if len(group) < seeds]
+    choice = choose([result for group in groups if len(group) == seeds for result in group], merit)
     return leaders if choice is None else [*leaders, choice.best]

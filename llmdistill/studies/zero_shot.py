@@ -65,6 +65,9 @@ SUITE = ModelSuite(
     name="zero_shot",
     title="Zero-shot tasks",
     asked=_ASKED,
+    values=lambda _, results: {
+        (name, metric): value for name, task in results["tasks"].items() for metric, value in task["metrics"].items()
+    },
     score=_score,
     table=table,
     template="zero_shot",

@@ -18,7 +18,7 @@ from llmdistill.methods.sft import make_sft
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import folder_damage, load_model
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.report.table import finish_report, kept_student, run_record, with_loss
+from llmdistill.report.table import execution_record, finish_report, kept_student, with_loss
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World, exists_on_main, on_main
@@ -219,7 +219,7 @@ def _report(
     seconds: float,
 ) -> None:
     log = read_metrics_log(plan.folder)
-    record = run_record(plan.config.scoring.decoding, log, plan.models.sizes["teacher_params"])
+    record = execution_record(plan.config.scoring.decoding, log, plan.models.sizes["teacher_params"])
     if plan.models.teacher_origin is not None:
         record["teacher_origin"] = plan.models.teacher_origin
     kept = read_best(plan.folder)

@@ -14,6 +14,7 @@ from tiny import tiny_model
 from transformers import AutoModel, AutoModelForMaskedLM, BertForPreTraining, RobertaForMaskedLM
 from word_models import save_bert, save_tokenizer
 
+from llmdistill.report.trials import read_trials
 from llmdistill.train import main
 
 from support import interrupted_copy, largest_difference, log_rows, logged, weights
@@ -135,6 +136,11 @@ def test_search_scores_each_layer_and_trains_with_the_best(bert, settings, tmp_p
     for each in found["layers"]:
         probe = folder / "layer-search" / f"layer-{each['layer']}" / "probe"
         assert log_rows(probe)[-1]["valid_loss"] == each["valid_loss"]
+    rows = {row.folder: row for row in read_trials(folder / "layer-search")}
+    for each in found["layers"]:
+        row = rows[f"layer-{each['layer']}/probe"]
+        assert row.models["student"].on_validation("loss") == each["valid_loss"]
+        assert row.chosen == (each["layer"] == found["chosen"])
     assert (folder / "layer_search.png").is_file()
     assert "chosen" in capsys.readouterr().out
     named = here(tmp_path / "named", *arguments, "--minilmv2.teacher_layer", str(found["chosen"]))

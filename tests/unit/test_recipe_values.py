@@ -24,7 +24,7 @@ from llmdistill.config.strict import flattened
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.methods import METHODS
 from llmdistill.models.families import layers_of
-from llmdistill.papers.fine_tuning.study import TaskStudy
+from llmdistill.papers.fine_tuning.task_study import TaskStudy
 from llmdistill.students.counting import build_reference, count_parameters
 from llmdistill.training.plan import make_plans
 
@@ -89,7 +89,7 @@ def test_a_recipe_says_what_its_paper_says(recipe: str) -> None:
 def test_a_protocol_tries_what_its_paper_says(row: dict[str, Any]) -> None:
     for protocol, task in product(row["protocols"], row["tasks"]):
         config = FineTuningConfig(model="m", protocol=protocol)
-        trials = TaskStudy(config=config, task=task, root=Path("runs"), teacher=None).trials()
+        trials = TaskStudy(config=config, task=task, folder=Path("runs") / task, teacher=None).trials()
         tried: dict[str, Any] = defaultdict(list)
         for trial in trials:
             for key, value in entries(to_dict(trial.config)):

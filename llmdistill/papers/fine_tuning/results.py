@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmdistill.report.study import StudyReport
+from llmdistill.report.study_report import StudyReport
 from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds, spread
+from llmdistill.report.trials import ModelEntry, entry_of
 from llmdistill.studies.trials import Choice, Result, by_settings
 from llmdistill.tasks.benchmark import Benchmark
 from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
@@ -63,6 +64,21 @@ def _settings(group: Sequence[Result]) -> dict[str, Any]:
 def dev_columns(scored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the columns on dev of several tasks with their metrics."""
     return {column: metrics for each in scored for column, metrics in each["dev"].items()}
+
+
+def tuned_entries(results: Mapping[str, Any]) -> dict[str, ModelEntry]:
+    """Return the models of a fine-tuning on tasks; a student's score is the mean over the seeds of its settings."""
+    student = {
+        (column, metric): value["mean"]
+        for column, metrics in dev_columns(results["tasks"].values()).items()
+        for metric, value in metrics.items()
+    }
+    entries = {"student": entry_of(student, params=results["params"]["model"]["total"])}
+    if all(task["teacher"] is not None for task in results["tasks"].values()):
+        columns = dev_columns(task["teacher"] for task in results["tasks"].values())
+        teacher = {(column, metric): value for column, metrics in columns.items() for metric, value in metrics.items()}
+        entries["teacher"] = entry_of(teacher, params=results["params"]["teacher"]["total"])
+    return entries
 
 
 def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.load import Head, load_model
 from llmdistill.papers.fine_tuning.protocols import BEST, short_names, teacher_of
 from llmdistill.papers.fine_tuning.results import averages, fine_tuning_report
-from llmdistill.papers.fine_tuning.study import TaskStudy
+from llmdistill.papers.fine_tuning.task_study import TaskStudy
 from llmdistill.report.record import describe_hardware, make_record
 from llmdistill.runtime.distributed import World, on_main, process_group
 from llmdistill.runtime.ds_config import read_ds_config
@@ -158,9 +158,9 @@ def _prepare(config: FineTuningConfig, prefix: str) -> dict[str, TaskStudy]:
         found.check_folder(config.data_dir, key, setting=f"{prefix}data_dir")
     studies = {
         task: TaskStudy(
+            folder=output_dir(config) / task,
             config=config,
             task=task,
-            root=output_dir(config),
             teacher=None if config.teacher is None else teacher_of(config.teacher, task, tasks, key=f"{prefix}teacher"),
             drawn=_drawn(config, task, tasks, prefix),
         )

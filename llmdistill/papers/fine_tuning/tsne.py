@@ -23,7 +23,7 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.papers.fine_tuning.study import TaskStudy
+from llmdistill.papers.fine_tuning.task_study import TaskStudy
 from llmdistill.progress import progress
 from llmdistill.report.plots import COLORS, MARKERS, STYLE, Panel, frame_panel, new_figure, save_plot
 from llmdistill.step.forward import TappedModel

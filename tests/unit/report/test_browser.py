@@ -9,8 +9,9 @@ import subprocess
 import pytest
 
 from llmdistill.report.comparison import comparison_report
-from llmdistill.report.results import COSTS, TABLE_SIZE, Beginning, Comparison, Row, Run
+from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, ComparisonRow
 from llmdistill.report.samples import Sample
+from llmdistill.report.trials import TrialRow, entry_of
 from llmdistill.report.weights_on_disk import Checkpoint
 
 CHROMIUM = next(
@@ -70,24 +71,30 @@ def make_row(name, label, start="", params=1_234_567_890):
     is_method, level = name in METHODS, 60.0 if name == "teacher" else 30.0
     losses = ("loss", "valid_loss", *TERMS)
     about = {
-        "method": name,
+        "row": name,
+        "title": name,
         "command": "llmdistill train --recipe quickstart " + "--train.learning_rate 0.001 " * 4,
         "settings": {"train.learning_rate": 0.001, "makd.logits": 10.0},
-        "perplexity": dict.fromkeys(SETS, 1234.5),
-        "valid": level,
-        "costs": {**dict.fromkeys(COSTS, 123_456.0), "training_tokens": 123_456_789, "peak_memory_bytes": 2**36},
-        "history": [{"step": 250 * n, **dict.fromkeys(losses, 9.0 / n)} for n in range(1, 9)] if is_method else (),
+        "tokens": 123_456_789,
+        "tokens_per_second": 123_456.0,
+        "peak_memory_bytes": 2**36,
+        "seconds": 123_456.0,
     }
+    log = [{"step": 250 * n, **dict.fromkeys(losses, 9.0 / n)} for n in range(1, 9)] if is_method else []
+    model = {"teacher": "teacher", "none": "untrained"}.get(name, "student")
     runs = []
     for seed in range(3 if is_method else 1):
-        scores = {each: level + seed + number for number, each in enumerate(SETS)}
-        runs.append(Run(seed=seed, folder=f"cells/{name}-{seed}", scores=scores, **about))
-    return Row(
+        scores = {(of, "rougeL"): level + seed + number for number, of in enumerate(SETS)}
+        scores |= {("valid", "rougeL"): level, **{(of, "reference_perplexity"): 1234.5 for of in SETS}}
+        entry = entry_of(scores, generation_tokens_per_second=123_456.0)
+        runs.append(TrialRow(seed=seed, folder=f"cells/{name}-{seed}", models={model: entry}, **about))
+    return ComparisonRow(
         name=name,
         label=label,
         start=start,
         params=params,
         runs=runs,
+        logs={run.folder: log for run in runs},
         trials=runs[:1] if is_method else (),
         terms=TERMS if name == "kd" and start == "loss" else (),
         checkpoint=Checkpoint(size=2**31, formats={"BF16": 10**9}, parts={"embeddings and head": 2**30}),

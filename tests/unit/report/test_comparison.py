@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from llmdistill.report.comparison import comparison_report
-from llmdistill.report.results import Comparison, Row, Run, Sample, describe_finding
+from llmdistill.report.results import Comparison, ComparisonRow, Sample, describe_finding
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
+from llmdistill.report.trials import TrialRow, entry_of
 from llmdistill.report.weights_on_disk import Checkpoint
 
 SETS = ["seen", "unseen"]
@@ -22,30 +23,40 @@ CHECKPOINT = Checkpoint(size=2_097_152, formats={"F32": 500}, parts={"embeddings
 
 COSTS = {"training_tokens_per_second": 123.0, "generation_tokens_per_second": 45.0}
 COSTS |= {"peak_memory_bytes": 2**30, "seconds": 3725.0}
+LOG = [{"step": 10 * n, "loss": 2.0 / n, "valid_loss": 3.0 / n, "a": 1.0 / n, "b": 5.0 / n} for n in (1, 2, 3)]
 
 VOID = {"meta", "br", "link", "img"}
 
 
-def make_run(method, seed, scores=None, **more):
-    found = None if scores is None else dict(zip(SETS, scores, strict=True))
-    history = [{"step": 10 * n, "loss": 2.0 / n, "valid_loss": 3.0 / n, "a": 1.0 / n, "b": 5.0 / n} for n in (1, 2, 3)]
-    about = {"method": method, "seed": seed, "folder": f"cells/{method}-seed{seed}"}
+def make_run(method, seed, scores=None, *, score=ROUGE_L, valid=None, **more):
+    values = {} if scores is None else {(name, score.key): value for name, value in zip(SETS, scores, strict=True)}
+    values["valid", score.key] = 45.0 + seed if valid is None else valid
+    if score is ROUGE_L:
+        values["wikitext2", "perplexity"] = (30.0 if method == "sft" else 40.0) + seed
+        if scores is not None:
+            references = {"seen": 2.0 + seed, "unseen": 8.0 + 4 * seed}
+            values |= {(name, "reference_perplexity"): value for name, value in references.items()}
+    model = {"teacher": "teacher", "none": "untrained"}.get(method, "student")
     base = {
+        "row": method,
+        "title": method,
+        "folder": f"cells/{method}-seed{seed}",
         "command": f"train {method} --seed {seed}",
         "settings": {"train.learning_rate": 0.003},
-        "scores": found,
-        "perplexity": None if scores is None else {"seen": 2.0 + seed, "unseen": 8.0 + 4 * seed},
-        "texts": {"wikitext2": (30.0 if method == "sft" else 40.0) + seed},
-        "valid": 45.0 + seed,
-        "costs": {**COSTS, "training_tokens": 1000 * (seed + 1) ** 2},
-        "history": history,
+        "models": {model: entry_of(values, generation_tokens_per_second=COSTS["generation_tokens_per_second"])},
+        "tokens": 1000 * (seed + 1) ** 2,
+        "tokens_per_second": COSTS["training_tokens_per_second"],
+        "peak_memory_bytes": COSTS["peak_memory_bytes"],
+        "seconds": COSTS["seconds"],
     }
-    return Run(**{**about, **base, **more})
+    return TrialRow(seed=seed, **{**base, **more})
 
 
-def make_row(name, label, scores, **more):
-    runs = [make_run(name, seed, values) for seed, values in enumerate(scores)]
-    return Row(name=name, label=label, **{"params": 500, "checkpoint": CHECKPOINT, "runs": runs, **more})
+def make_row(name, label, scores, score=ROUGE_L, **more):
+    runs = [make_run(name, seed, values, score=score) for seed, values in enumerate(scores)]
+    own = {"params": 500, "checkpoint": CHECKPOINT, "runs": runs, **more}
+    logs = {run.folder: LOG for run in own["runs"]}
+    return ComparisonRow(name=name, label=label, score=score, logs=logs, **own)
 
 
 def sized(method, params):
@@ -244,12 +255,13 @@ def on_text():
     """By the arithmetic mean of its texts MaKD is ahead of SFT, by the geometric mean SFT of MaKD."""
     scores = {"teacher": [(20.0, 5.0)], "none": [(4e6, 900.0)]}
     scores |= {"sft": [(32.0, 8.0), (32.0, 8.0)], "makd": [(27.0, 12.0), (27.0, 12.0)]}
-    more = {"texts": {}, "perplexity": None, "costs": {}, "valid": 25.0}
+    more = {"score": PERPLEXITY, "valid": 25.0}
     rows = []
     for name, found in scores.items():
         runs = [make_run(name, seed, values, **more) for seed, values in enumerate(found)]
         trials = [make_run(name, 0, **more)] if name == "sft" else []
-        rows.append(Row(name=name, label=name.upper(), score=PERPLEXITY, params=500, runs=runs, trials=trials))
+        about = {"score": PERPLEXITY, "params": 500, "trials": trials}
+        rows.append(ComparisonRow(name=name, label=name.upper(), runs=runs, **about))
     return Comparison(title="On text", sets=SETS, examples={"seen": (9, 60), "unseen": (9, 9)}, rows=rows, sizes=rows)
 
 

@@ -10,10 +10,11 @@ import pytest
 from llmdistill.report import plots
 from llmdistill.report.drawings import draw_comparison
 from llmdistill.report.panels import plot_terms
-from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, Row, Run
+from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, ComparisonRow
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
 from llmdistill.report.starts import draw_predictions, draw_weighting, matrices, plot_ranks, plot_spectra
 from llmdistill.report.tables import Spread
+from llmdistill.report.trials import TrialRow, entry_of
 
 
 def curve(values, steps=None):
@@ -70,10 +71,13 @@ def test_terms_have_a_panel_each_and_a_logarithm_where_they_spread() -> None:
 STARTS, METHODS = ("plain", "loss"), ("none", "kd", "makd")
 
 
-def make_row(name, start="", level=0.0, **more):
-    history = [{"step": step, "loss": 2.0, "valid_loss": 3.0} for step in (1, 2)] if name in ("kd", "makd") else ()
-    run = Run(method=name, seed=0, folder="f", command="c", scores={"seen": level}, history=history)
-    return Row(name=name, label=name.upper(), start=start, runs=[run], **{"params": 500, **more})
+def make_row(name, start="", level=0.0, score=ROUGE_L, **more):
+    log = [{"step": step, "loss": 2.0, "valid_loss": 3.0} for step in (1, 2)] if name in ("kd", "makd") else []
+    model = {"teacher": "teacher", "none": "untrained"}.get(name, "student")
+    entry = entry_of({("seen", ROUGE_L.key): level, ("seen", PERPLEXITY.key): level})
+    run = TrialRow(row=name, title=name, seed=0, folder="f", models={model: entry})
+    about = {"score": score, "runs": [run], "logs": {"f": log}, "params": 500}
+    return ComparisonRow(name=name, label=name.upper(), start=start, **{**about, **more})
 
 
 @pytest.fixture

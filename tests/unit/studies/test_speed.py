@@ -10,6 +10,7 @@ from transformers import BertModel
 from word_models import save_bert, save_tokenizer
 
 from llmdistill.commands.side_by_side import main
+from llmdistill.report.trials import read_trials
 from llmdistill.runtime import speed
 from llmdistill.runtime.speed import time_batches
 
@@ -54,6 +55,8 @@ def test_a_model_and_a_shape_of_it_on_full_batches(bert, tmp_path, clock):
     assert first["params"]["embedding"] == whole.embeddings.word_embeddings.weight.numel()
     assert first["params"]["transformer"] == sum(weight.numel() for weight in whole.encoder.parameters())
     assert 2 * second["params"]["transformer"] == first["params"]["transformer"]
+    (row,) = read_trials(tmp_path / "out")
+    assert [entry.by_set("speedup") for entry in row.models.values()] == [{"forward": 1}, {"forward": 5 / 6}]
     assert "| 15.0 s | 1.0x |" in (tmp_path / "out" / "report.md").read_text()
 
 

@@ -11,6 +11,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.report.comparison import comparison_report
+from llmdistill.report.trials import read_trials
 from llmdistill.studies.collect import collect
 from llmdistill.studies.comparison import MethodStudy
 from llmdistill.studies.launcher import InProcess, Launcher
@@ -83,15 +84,15 @@ def make_study(root, launcher, *arguments, methods=COMPARED, sizes=(), starts=()
     variants = from_starts(load_methods(methods), load_starts(starts)) if starts else load_methods(methods)
     grid = {"train.learning_rate": [1e-3, 3e-3, 9e-3]}
     return MethodStudy(
-        recipe=recipe, root=root, variants=variants, grid=grid, seeds=seeds, sizes=sizes, launcher=launcher
+        recipe=recipe, folder=root, variants=variants, grid=grid, seeds=seeds, sizes=sizes, launcher=launcher
     )
 
 
 def reported(study, findings):
     """The results of the report, and the bytes of results.json."""
     comparison = collect(study, findings, title="t", paper={}, command="c")
-    results = comparison_report(study.root, comparison).write()
-    return results, (study.root / "results.json").read_bytes()
+    results = comparison_report(study.folder, comparison).write()
+    return results, (study.folder / "results.json").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_finished_runs_are_kept_unless_the_recipe_has_changed(done):
         (["--train.weight_decay", "0.1"], 1 + 3 + 3),  # the base, the grid, and the chosen rate with every seed
     ):
         again = StandIn()
-        findings = make_study(done[0].root, again, *arguments, methods=["none", "sft"]).conduct()
+        findings = make_study(done[0].folder, again, *arguments, methods=["none", "sft"]).conduct()
         assert len(again.ran) == runs
         assert len(findings.rows["sft"].runs) == 3
 
@@ -172,6 +173,31 @@ def test_sizes_train_the_chosen_settings_once_more(tmp_path):
     assert own.average.mean == pytest.approx(sum(sum(each.values()) / 3 for each in makd) / 2)
     for results in findings.sizes.values():
         assert results["makd"].first.trial.settings["train.learning_rate"] == 3e-3
+
+
+def test_every_trial_is_a_row_of_one_file(started):
+    study, _, findings = started
+    rows = read_trials(study.folder)
+    assert len(rows) == len({row.folder for row in rows})
+    assert {row.row for row in rows} == {"none-plain", "sft-plain", "none-loss", "sft-loss"}
+    # The grid with the first seed, the chosen settings with the others, and the two further sizes.
+    tuned = [row for row in rows if row.row == "sft-loss"]
+    assert [row.chosen for row in tuned] == [True, False, False, True, True, True, True]
+    assert {tuple(row.settings.values()) for row in tuned if row.chosen} == {(1e-3,)}
+    assert {"train.learning_rate", "seed", "method"} < set(tuned[0].config)
+    assert "train.steps" not in tuned[0].config
+    final = findings.rows["sft-loss"].runs[1]
+    (row,) = [row for row in tuned if study.folder / row.folder == final.trial.folder]
+    student = row.models["student"]
+    assert student.by_set("rougeL") == final.metrics["student"]["rougeL"]
+    assert student.on_validation("rougeL") == final.metrics["student"]["valid"]["rougeL"]
+    assert (row.seed, row.config["seed"], row.tokens, row.peak_memory_bytes) == (1, 1, 10, 3)
+    assert (row.command.split()[-1], row.error) == (str(final.trial.recipe), None)
+    content = json.loads((study.folder / "study.json").read_text(encoding="utf-8"))
+    (study.folder / "later").mkdir()
+    (study.folder / "later" / "study.json").write_text(json.dumps({**content, "version": 2}), encoding="utf-8")
+    with pytest.raises(UserError, match="version 2, but this llmdistill reads up to 1"):
+        read_trials(study.folder / "later")
 
 
 def sizes_of(config):
@@ -211,13 +237,13 @@ def test_the_report_of_starts_counts_their_calibration(started):
     study, _, findings = started
     results, _ = reported(study, findings)
     assert list(results["methods"]) == ["teacher", "none-plain", "sft-plain", "none-loss", "sft-loss"]
-    costs = json.loads((study.root / "costs.json").read_text(encoding="utf-8"))
+    costs = json.loads((study.folder / "costs.json").read_text(encoding="utf-8"))
     for row, tokens, seconds in (("sft-loss", 70, 4.5), ("none-loss", 70, 4.5), ("sft-plain", 0, 0)):
         assert (costs[row]["calibration_tokens"], costs[row]["calibration_seconds"]) == (tokens, seconds)
     sizes = ("as in the table", "rank 18", "25%")
     expected = [(start, size, tokens) for size in sizes for start, tokens in (("plain", None), ("loss", 70))]
     assert [(each["start"], each["size"], each["tokens"]) for each in results["starts"]] == expected
-    page = (study.root / "report.md").read_text(encoding="utf-8")
+    page = (study.folder / "report.md").read_text(encoding="utf-8")
     assert "SFT from loss" in page
     assert "equal in parameters" in page
     assert "| SFT from plain | rank 18 |" in page
@@ -234,4 +260,4 @@ def test_the_sizes_of_a_start_share_a_calibration(tmp_path):
     assert plain == {None}
     assert len(of_gradients) == len(of_loss) == 1
     assert of_gradients != of_loss
-    assert all(Path(*each).is_relative_to(sized.root / "calibration") for each in (of_gradients, of_loss))
+    assert all(Path(*each).is_relative_to(sized.folder / "calibration") for each in (of_gradients, of_loss))

@@ -16,6 +16,7 @@ from llmdistill.commands.side_by_side import main
 from llmdistill.embedded import locate
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.report.trials import read_trials
 from llmdistill.studies.zero_shot import table
 from llmdistill.tasks.zero_shot import is_share, main_metric
 
@@ -82,6 +83,12 @@ def test_the_models_of_a_run_are_scored_side_by_side(task_dir, run, capsys):
         assert entry["metrics"] == pytest.approx({"acc": acc, "acc_norm": acc_norm})
         assert (entry["examples"], entry["num_fewshot"]) == (len(QUESTIONS), 0)
     assert len({model["params"] for model in results["models"].values()}) == 3
+    for row in read_trials(run / "zero_shot"):
+        entry, model = row.models[row.row], results["models"][row.row]
+        assert (entry.params, entry.by_set("acc")["ages"]) == (
+            model["params"],
+            model["tasks"]["ages"]["metrics"]["acc"],
+        )
     capsys.readouterr()
     # A model that has changed is scored again, and no other.
     shutil.rmtree(run / "student")

@@ -14,6 +14,7 @@ from llmdistill.config.command_line import parse_run, to_dict
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
 from llmdistill.papers.two_stages import collect, plan_tasks
+from llmdistill.report.trials import read_trials
 from llmdistill.students.convert import compress
 from llmdistill.train import main
 from llmdistill.training.plan import make_plans
@@ -120,6 +121,11 @@ def test_the_rows_of_the_table_are_their_runs(done, first_stage) -> None:
         assert record["inputs"]["student.model"] == fingerprint(str(first_stage / model))
         assert record["inputs"].get("teacher.model") == (None if row == "no_kd" else taught)
         assert record["config"]["method"] == ("sft" if row == "no_kd" else "kroneckerbert")
+    for row in read_trials(done):
+        student = row.models["student"].by_set("accuracy")
+        assert student == {"RTE": table["rows"][row.row]["dev"]["RTE"]["accuracy"]["mean"]}
+    tuned = [row for row in read_trials(done / "two_stages/RTE") if row.chosen and row.row == "student"]
+    assert [row.seed for row in tuned] == read(done / "two_stages/results.json")["tasks"]["RTE"]["seeds"]
     scores = [row["dev"]["RTE"]["accuracy"]["mean"] for row in table["rows"].values()]
     report = (done / "report.md").read_text()
     assert all(f"| {score:.1f} |" in report for score in scores)

@@ -43,7 +43,7 @@ from llmdistill.papers.fine_tuning.results import summarize
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.studies.launcher import Runner
-from llmdistill.studies.study import Row, Study
+from llmdistill.studies.study import PlannedRow, Study
 from llmdistill.studies.trials import (
     Choice,
     Progress,
@@ -67,7 +67,6 @@ class TaskStudy(Study):
     config: FineTuningConfig
     task: str
     """The title of the task, such as RTE or SQuAD2."""
-    root: Path
     teacher: str | None
     drawn: Mapping[str, str] = field(default_factory=dict)
     """The models that t-SNE draws: folder or hub name by title; empty without t-SNE."""
@@ -82,8 +81,9 @@ class TaskStudy(Study):
         return f"{self.benchmark.metrics[0]} {metrics['student']['score']:.2f} on dev"
 
     @property
-    def folder(self) -> Path:
-        return self.root / self.task
+    def root(self) -> Path:
+        """The folder of all tasks."""
+        return self.folder.parent
 
     @cached_property
     def protocol(self) -> FineTuningProtocol:
@@ -162,12 +162,12 @@ class TaskStudy(Study):
             seed = self.protocol.seeds[0]
             run = build(changed_values(self._run("teacher", seed, "teacher", {}), of_data), RunConfig, METHODS)
             trial = Trial(f"{self.task} teacher", {}, seed, run)
-            scored = self.run([Row(key="teacher", trials=[trial])], runner)["teacher"].first
+            scored = self.run([PlannedRow(key="teacher", trials=[trial])], runner)["teacher"].first
             if scored.metrics is None:
                 raise UserError(str(scored.error))
             teacher, warnings = {"path": self.teacher, **scored.metrics["teacher"]}, scored.metrics["warnings"]
         with self._progress(len(trials)) as shown:
-            outcome = self.run([Row(key="student", trials=trials)], runner, shown)["student"]
+            outcome = self.run([PlannedRow(key="student", trials=trials)], runner, shown)["student"]
         failures = [f"{self.task}: {each.trial.folder.name} failed: {each.error}" for each in outcome.failed]
         choice = outcome.choice
         if choice is None or len(choice.results) < len(self.protocol.seeds):
@@ -211,7 +211,7 @@ class TaskStudy(Study):
         if not on_main((student / "config.json").is_file):
             print_main(f"{self.task}: {trial.folder.name} is the best now, but its model is gone: once more")
             on_main(lambda: shutil.rmtree(trial.folder))
-            again = self.run([Row(key="again", trials=[trial])], runner)["again"].first
+            (again,) = runner.run([trial])
             if again.metrics is None:
                 raise UserError(f"{trial.folder}: {again.error}")
 
