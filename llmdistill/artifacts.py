@@ -2,7 +2,7 @@
 
 So a later command knows whether it requests the same result, whether it is finished, and which setting differs.
 
-A folder has a manifest of its files, so that damage is found before a later command relies on them.
+A folder has a manifest of its files, so that damage shows before a later command relies on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmdistill.errors import UserError
-from llmdistill.files import leads_out, new_folder, write_json
+from llmdistill.files import is_outside, new_folder, write_json
 from llmdistill.fingerprints import file_damage, file_entry
 
 RESULT_FILE = "result.json"
@@ -61,10 +61,10 @@ def compare_records(old: Mapping[str, Any] | None, new: Mapping[str, Any], *, su
 
     It begins with `subject`, names the first setting, its old and new value, and how many more, and ends with `remedy`.
     """
-    found = [] if old is None else differences(old, new)
-    if found:
-        first = found[0]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    changes = [] if old is None else differences(old, new)
+    if changes:
+        first = changes[0]
+        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
         raise UserError(f"{subject}: {first.key} was {first.old} and is now {first.new}{more}; {remedy}")
 
 
@@ -95,17 +95,17 @@ def read_record(file: Path, *, remedy: str, keys: Mapping[str, Any] | None = Non
     return record
 
 
-def read_result(file: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Read a result of `write_result`, with its record under "asked"; return None if the file has no such record."""
-    kept = read_record(file, remedy="remove the file, and its result is made again")
-    return kept if kept is not None and not differences(kept.get("asked", {}), asked) else None
+def read_result(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Read a result of `write_result`, with its settings under "asked"; return None if it has other settings."""
+    record = read_record(file, remedy="remove the file, and its result is made again")
+    return record if record is not None and not differences(record.get("asked", {}), settings) else None
 
 
-def write_result(file: Path, asked: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """Save a result with the record of its settings; return the same value as `read_result`."""
-    kept = {"asked": plain(asked), **result}
-    write_json(file, kept)
-    return kept
+def write_result(file: Path, settings: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """Save a result with its settings; return the same value as `read_result`."""
+    record = {"asked": plain(settings), **result}
+    write_json(file, record)
+    return record
 
 
 def write_manifest(folder: Path) -> None:
@@ -136,11 +136,11 @@ def entries_damage(folder: Path, entries: Mapping[str, Any], part: slice = slice
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int):
             return f"{folder / name}: nothing tells its size and sha256"
-        if leads_out(folder, name):
+        if is_outside(folder, name):
             return f"{folder}: its record names {name!r}, which lies outside of the folder"
     files = [(folder / name, entries[name]) for name in sorted(entries)[part]]
     cut = next((path for path, entry in files if os.path.isfile(path) and path.stat().st_size != entry["bytes"]), None)
-    ordered = sorted(files, key=lambda each: each[0] != cut)
+    ordered = sorted(files, key=lambda file: file[0] != cut)
     return next((damage for path, entry in ordered if (damage := file_damage(path, entry)) is not None), None)
 
 

@@ -64,7 +64,7 @@ class FieldError(ValueError):
     """
 
 
-def to_install(extra: str | None = None) -> str:
+def install_command(extra: str | None = None) -> str:
     """Return how llmdistill is installed, with the packages of an extra: no index has it, so from a checkout."""
     place = "." if extra is None else f'".[{extra}]"'
     return f"pip install -e {place} in a checkout of llmdistill"

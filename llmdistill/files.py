@@ -20,9 +20,9 @@ _PART = ".part"
 """How the name of a file ends that is not written to its end."""
 
 
-def cache_folder(given: str | Path | None = None) -> Path:
-    """Return the folder of what is kept for later commands: by default $LLMDISTILL_CACHE, or ~/.cache/llmdistill."""
-    return Path(given or os.environ.get("LLMDISTILL_CACHE") or "~/.cache/llmdistill").expanduser()
+def cache_folder(setting: str | Path | None = None) -> Path:
+    """Return the folder of what later commands use again: by default $LLMDISTILL_CACHE, or ~/.cache/llmdistill."""
+    return Path(setting or os.environ.get("LLMDISTILL_CACHE") or "~/.cache/llmdistill").expanduser()
 
 
 def file_name(text: str) -> str:
@@ -30,15 +30,15 @@ def file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
 
 
-def nearest(folder: Path) -> Path:
+def nearest_folder(folder: Path) -> Path:
     """Return the folder itself, or the nearest folder above it that exists."""
-    return next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
 
 
-def leads_out(folder: Path, name: str) -> bool:
-    """Whether the name of a file, which a folder of somebody else's gives, leads out of it, by its words or by a link.
+def is_outside(folder: Path, name: str) -> bool:
+    """Return whether a file that is named in a folder of somebody else's lies outside of it, by the name or by a link.
 
-    The words are read as Windows reads them too. Links into the blobs of the hub's cache, of which its folders of
+    The name is read as Windows reads it too. Links into the blobs of the hub's cache, of which its folders of
     models are made, do not count.
     """
     if not name.isprintable() or "\\" in name or PureWindowsPath(name).anchor or ".." in name.split("/"):
@@ -57,16 +57,16 @@ def check_writable(path: Path, key: str) -> None:
     long = next((part for part in folder.parts if len(os.fsencode(part)) > 255), None)
     if long is not None:
         raise UserError(f"{key} has the name {long[:40]!r}... of {len(os.fsencode(long))} bytes: give 255 at most")
-    there = nearest(folder)
+    there = nearest_folder(folder)
     if not os.path.isdir(there):
         raise UserError(f"{key} {path}: {there} is a file; give another folder, or move the file away")
     try:
         # Permissions do not tell: root may write to /proc, and no folder comes of it.
         os.rmdir(tempfile.mkdtemp(prefix=".try.", suffix=_PART, dir=there))
     except OSError as error:
-        said = os.strerror(error.errno or 0).lower()
+        reason = os.strerror(error.errno or 0).lower()
         raise UserError(
-            f"{key} {path}: no folder can be made in {there} ({said}); give another folder, or fix its permissions"
+            f"{key} {path}: no folder can be made in {there} ({reason}); give another folder, or fix its permissions"
         ) from error
 
 
@@ -90,7 +90,7 @@ _OF_PLACE = (
 )
 
 
-def refused_by_system(error: BaseException, path: Path | None = None, size: int | None = None) -> UserError | None:
+def explain_refusal(error: BaseException, path: Path | None = None, size: int | None = None) -> UserError | None:
     """Return the sentence for a file or folder that the operating system refuses; None for any other exception.
 
     A full disk is named with its free bytes, also where a library has put the system's error into words of its own.
@@ -101,17 +101,17 @@ def refused_by_system(error: BaseException, path: Path | None = None, size: int 
     if not isinstance(error, OSError):
         # Libraries put the system's error into words: safetensors writes `(os error 28)`, others only its text.
         number, text = None, str(error)
-        told = re.search(r"\(os error (\d+)\)", text)
-        if told is not None:
-            number = int(told[1])
+        match = re.search(r"\(os error (\d+)\)", text)
+        if match is not None:
+            number = int(match[1])
         elif os.strerror(errno.ENOSPC) in text:
             number = errno.ENOSPC
     if number not in _OF_PLACE:
         return None
-    said = os.strerror(number).lower()
+    reason = os.strerror(number).lower()
     shown = "a file" if place is None else os.fsdecode(place)
     if number not in _DISK:
-        return UserError(f"{shown}: the system refuses it ({said}): choose another path, or fix its permissions")
+        return UserError(f"{shown}: the system refuses it ({reason}): choose another path, or fix its permissions")
     about = "" if size is None else f" for its {byte_size(size)}"
     if place is not None:
         disk = os.path.abspath(shown)
@@ -120,8 +120,8 @@ def refused_by_system(error: BaseException, path: Path | None = None, size: int 
         usage = shutil.disk_usage(disk)
         about += f", {byte_size(usage.free)} of {byte_size(usage.total)} are free on the disk at {disk}"
     return UserError(
-        f"{shown}: {said}{about}: free some, or give another folder; what is finished stays, and the same command goes "
-        "on from there"
+        f"{shown}: {reason}{about}: free some, or give another folder; what is finished stays, and the same command "
+        "goes on from there"
     )
 
 
@@ -143,12 +143,12 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         os.replace(part, path)
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise write_error(path, error) from error
 
 
-def cannot_write(path: Path, error: Exception, size: int | None = None) -> UserError:
+def write_error(path: Path, error: Exception, size: int | None = None) -> UserError:
     """Return the sentence for an error of the system while a file or folder was written, of `size` bytes if known."""
-    refused = refused_by_system(error, path, size)
+    refused = explain_refusal(error, path, size)
     return UserError(f"{path}: it cannot be written ({error}): choose another folder") if refused is None else refused
 
 
@@ -163,8 +163,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file and its name in the folder are on the disk, so that a power failure cannot lose them."""
-    for each in (path, path.parent):
-        descriptor = os.open(each, os.O_RDONLY)
+    for entry in (path, path.parent):
+        descriptor = os.open(entry, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -197,8 +197,8 @@ def parse_json(text: str) -> Any:
 
 
 def _place(pattern: re.Pattern[str], text: str) -> int:
-    found = pattern.search(text)
-    return 0 if found is None else found.start()
+    match = pattern.search(text)
+    return 0 if match is None else match.start()
 
 
 def has_half_surrogate(value: Any) -> bool:
@@ -245,8 +245,8 @@ def new_folder(path: Path | str) -> Iterator[Path]:
     except UserError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) or refused_by_system(error) is not None:
-            raise cannot_write(final, error) from error
+        if isinstance(error, OSError) or explain_refusal(error) is not None:
+            raise write_error(final, error) from error
         raise
 
 
@@ -273,10 +273,10 @@ def temporary_folder(final: Path) -> Iterator[Path]:
 
 def share(path: Path) -> None:
     """Give a file, or a whole folder, the permissions that the umask allows: safetensors lets only the owner read."""
-    umask = os.umask(0o077)
+    umask = os.umask(0o077)  # it cannot be read without being set
     os.umask(umask)
-    for each in (path, *path.rglob("*")):
-        each.chmod((0o777 if each.is_dir() else 0o666) & ~umask)
+    for entry in (path, *path.rglob("*")):
+        entry.chmod((0o777 if entry.is_dir() else 0o666) & ~umask)
 
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:

@@ -24,7 +24,7 @@ _LONGEST_HEADER = 100_000_000
 _WHOLE_BYTES = 1 << 26
 """In bytes; data files up to this size are read completely."""
 _PLAIN = frozenset({".json", ".jsonl", ".tsv", ".txt", ".md", ".jinja"})
-"""Endings of text files, whose damage is seen when they are read; of them only a cut one is to be found before."""
+"""Endings of text files, whose damage shows when they are read; only their sizes are compared before."""
 
 
 def fingerprint(reference: str | Path) -> str:

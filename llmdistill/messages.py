@@ -39,7 +39,7 @@ class _Terminal(logging.Handler):
         stream = sys.stderr if is_warning or getattr(record, "aside", False) else sys.stdout
         try:
             if not is_warning:
-                progress.heard()
+                progress.postpone_line()
                 tqdm.write(line, file=stream)
                 stream.flush()
             elif not getattr(record, "framed", False):
@@ -53,10 +53,10 @@ class _Terminal(logging.Handler):
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            _to_nowhere(stream)  # Ctrl-C has ended `tee`, or the terminal is closed, and a training finishes its step
+            _discard(stream)  # Ctrl-C has ended `tee`, or the terminal is closed, and a training finishes its step
 
 
-def _to_nowhere(stream: Any) -> None:
+def _discard(stream: Any) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -88,18 +88,18 @@ _UNREAD = 128 + 13
 
 def print_result(result: object) -> None:
     """Print a result on stdout: a text as it is, plain values as one line of JSON."""
-    with read_to_its_end():
+    with exit_on_closed_pipe():
         print(result if isinstance(result, str) else json.dumps(result), flush=True)
 
 
 @contextmanager
-def read_to_its_end() -> Iterator[None]:
-    """Block that writes to stdout; if nobody reads it any more, as after `| head -1`, the command ends quietly."""
+def exit_on_closed_pipe() -> Iterator[None]:
+    """End the command quietly if nobody reads what the block writes to stdout any more, as after `| head -1`."""
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        _to_nowhere(sys.stdout)
+        _discard(sys.stdout)
         raise SystemExit(_UNREAD) from None

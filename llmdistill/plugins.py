@@ -22,12 +22,12 @@ def plugins(group: str, own: Container[str], *, key: Callable[[str], str] = str)
             yield entry
 
 
-def loaded(group: str, own: Container[str]) -> dict[str, Any]:
+def load_plugins(group: str, own: Container[str]) -> dict[str, Any]:
     """Return what the entry points of a group stand for; one that cannot be imported is left out with a warning."""
-    found: dict[str, Any] = {}
+    additions: dict[str, Any] = {}
     for entry in plugins(group, own):
         try:
-            found[entry.name] = entry.load()
+            additions[entry.name] = entry.load()
         except Exception as error:  # a package of somebody else must not keep every command from starting
             logger.warning("%s of %s is left out: %s: %s", entry.value, group, type(error).__name__, error)
-    return found
+    return additions

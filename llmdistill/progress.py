@@ -1,4 +1,4 @@
-"""Signs of life of long work: a bar on a terminal, elsewhere a line now and then, and nothing for a few seconds' work.
+"""Progress of long work: a bar on a terminal, elsewhere a line now and then, and nothing for a few seconds' work.
 
 They go to stderr, on rank 0 alone; the environment variable TQDM_DISABLE=1 turns them off, as it does for tqdm.
 """
@@ -132,7 +132,7 @@ def progress(items: Iterable[Value], what: str, unit: str) -> Iterator[Value]:
             activity.advance()
 
 
-def heard() -> None:
+def postpone_line() -> None:
     """Put the next line off, because the user has just read something else."""
     global _next_line
     _next_line = time.monotonic() + _NEXT_SECONDS
@@ -161,11 +161,11 @@ def _tick(is_over: threading.Event) -> None:
         if not activities:
             return
         with suppress(OSError, ValueError):  # stderr is closed
-            for each in activities:
-                each.refresh()
-            if time.monotonic() >= _next_line and not any(each.has_bar for each in activities):
+            for activity in activities:
+                activity.refresh()
+            if time.monotonic() >= _next_line and not any(activity.has_bar for activity in activities):
                 _next_line = time.monotonic() + _NEXT_SECONDS
                 # What encloses the innermost activity is told only if its progress is known.
-                shown = [each.line() for each in activities[:-1] if each.total] + [activities[-1].line()]
+                shown = [outer.line() for outer in activities[:-1] if outer.total] + [activities[-1].line()]
                 tqdm.write(": ".join(shown), file=sys.stderr)
                 sys.stderr.flush()

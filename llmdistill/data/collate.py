@@ -77,7 +77,7 @@ class Encoded:
         return len(self.prompt_ids) + len(self.response_ids) + len(self.rest_ids)
 
 
-def padded(rows: Sequence[Sequence[int] | np.ndarray | Tensor], padding: int) -> Tensor:
+def pad_rows(rows: Sequence[Sequence[int] | np.ndarray | Tensor], padding: int) -> Tensor:
     """Return the rows as one tensor of int64, padded on the right to the longest row."""
     tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=padding)
@@ -85,7 +85,7 @@ def padded(rows: Sequence[Sequence[int] | np.ndarray | Tensor], padding: int) ->
 
 def padding_mask(rows: Sequence[Sequence[int] | np.ndarray]) -> Tensor:
     """Return the attention mask of padded rows: 1 at tokens, 0 at padding."""
-    return padded([torch.ones(len(row)) for row in rows], 0)
+    return pad_rows([torch.ones(len(row)) for row in rows], 0)
 
 
 def collate(items: Sequence[Encoded], pad_token_id: int) -> Batch:
@@ -96,9 +96,9 @@ def collate(items: Sequence[Encoded], pad_token_id: int) -> Batch:
     """
     rows = [item.ids for item in items]
     return Batch(
-        padded(rows, pad_token_id),
+        pad_rows(rows, pad_token_id),
         padding_mask(rows),
-        padded([_make_labels(item) for item in items], IGNORE_INDEX),
+        pad_rows([_make_labels(item) for item in items], IGNORE_INDEX),
         sample_ids=tuple((item.sample_id,) for item in items),
         teachers=tuple(item.teacher for item in items),
     )
@@ -122,10 +122,10 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
     lengths = [[*map(len, row), width - sum(map(len, row))] for row in rows]
     positions = [[position for length in row for position in range(length)] for row in lengths]
     return Batch(
-        padded([[token for item in row for token in item.ids] for row in rows], pad_token_id),
-        padded(numbers, 0),
-        padded([[label for item in row for label in _make_labels(item, learned=1)] for row in rows], IGNORE_INDEX),
-        position_ids=padded(positions, 0),
+        pad_rows([[token for item in row for token in item.ids] for row in rows], pad_token_id),
+        pad_rows(numbers, 0),
+        pad_rows([[label for item in row for label in _make_labels(item, learned=1)] for row in rows], IGNORE_INDEX),
+        position_ids=pad_rows(positions, 0),
         sample_ids=tuple(tuple(item.sample_id for item in row) for row in rows),
         teachers=tuple(row[0].teacher for row in rows),
     )

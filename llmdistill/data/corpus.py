@@ -19,7 +19,7 @@ from llmdistill.data.memory import rows_in_memory
 from llmdistill.data.readers import READERS, content_sha256, text_lines
 from llmdistill.data.references import text_files
 from llmdistill.data.sources import Data, open_rows
-from llmdistill.data.store import pieces, reading, store, token_dtype, tokenizer_fingerprint
+from llmdistill.data.store import pieces, read_meta, store, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.models.unembedded import check_rows
 from llmdistill.progress import progress
@@ -125,7 +125,7 @@ def store_corpus(
 
 def open_corpus(folder: Path) -> Corpus:
     """Map a tokenized text into memory. Raises UserError if it is damaged."""
-    with reading(folder) as meta:
+    with read_meta(folder) as meta:
         # Flat arrays and not Arrow's lists: a sequence goes on over the ends of documents, and its place is searched
         # in the offsets, which lists in record batches would have each rank put together in its own memory.
         arrays = {

@@ -39,7 +39,7 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
     elif library in ("pandas", "polars") and hasattr(data, "to_list"):
         rows = iter(data.to_list())
     elif library == "datasets" and hasattr(data, "__iter__"):
-        rows = (without_nulls(_with_plain_cells(row)) for row in unformatted(data))
+        rows = (without_nulls(_with_plain_cells(row)) for row in without_format(data))
     elif isinstance(data, Iterator):
         raise UserError(f"{name} is a {kind}, which can be read only once; give list({name})")
     elif isinstance(data, str | bytes | Set) or not hasattr(data, "__iter__"):
@@ -57,7 +57,7 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
     )
 
 
-def unformatted(data: Any) -> Iterable[Any]:
+def without_format(data: Any) -> Iterable[Any]:
     """Return a set of the datasets library whose rows are Python's own values, whatever format it was given.
 
     A transform of one's own, which makes the rows, stays.

@@ -104,7 +104,7 @@ def parse_messages(value: object, key: str, source: str) -> Messages:
         UserError: it is no such list, or a message has an unknown role, no text, or what is not read.
     """
     if not is_list(value) or not len(value):
-        raise UserError(f'{source}: "{key}" is {shown(value)}; give a list of messages with role and content')
+        raise UserError(f'{source}: "{key}" is {excerpt(value)}; give a list of messages with role and content')
     turns: list[Turn] = []
     last = ""
     for place, message in enumerate(value, start=1):
@@ -121,14 +121,14 @@ def parse_messages(value: object, key: str, source: str) -> Messages:
 def _parse_message(message: object, where: str) -> tuple[str, Turn]:
     """Return the kind of a message, and its turn."""
     if not isinstance(message, Mapping):
-        raise UserError(f"{where} is {shown(message)}; give an object with role and content")
+        raise UserError(f"{where} is {excerpt(message)}; give an object with role and content")
     fields = {key: value for key, value in message.items() if value is not None}
     role, content = (
         fields.pop(key, fields.pop(other, None)) for key, other in (("role", "from"), ("content", "value"))
     )
     if not isinstance(role, str) or role not in _ROLE_OF:
         raise UserError(
-            f"{where} has the role {shown(role)}; the roles are system, user (human), assistant (gpt), tool "
+            f"{where} has the role {excerpt(role)}; the roles are system, user (human), assistant (gpt), tool "
             "(observation) and function_call"
         )
     check_refused(fields, _REFUSED, where)
@@ -174,7 +174,7 @@ def _parse_flag(value: object, key: str, where: str) -> bool:
     # True and False, and 0.0 and 1.0, are equal to these numbers.
     number = IN_WORDS.get(value.strip().lower()) if isinstance(value, str) else value
     if number not in (0, 1):
-        raise UserError(f'{where}: "{key}" is {shown(value)}; give 1 to learn it, 0 not to')
+        raise UserError(f'{where}: "{key}" is {excerpt(value)}; give 1 to learn it, 0 not to')
     return bool(number)
 
 
@@ -183,7 +183,7 @@ def check_refused(fields: Mapping[str, Any], refused: Mapping[str, str], where: 
     for key, why in refused.items():
         value = fields.get(key)
         if value is not None and value is not False and not (hasattr(value, "__len__") and len(value) == 0):
-            raise UserError(f'{where}: "{key}" ({shown(value)}) {why}; take it out, or the whole row')
+            raise UserError(f'{where}: "{key}" ({excerpt(value)}) {why}; take it out, or the whole row')
 
 
 def _parse_content(content: object, where: str) -> tuple[str, str, list[dict[str, Any]]]:
@@ -195,7 +195,7 @@ def _parse_content(content: object, where: str) -> tuple[str, str, list[dict[str
     if isinstance(content, str):
         return content, "", []
     if not is_list(content) or not len(content):
-        raise UserError(f"{where} has the content {shown(content)}, not a string; quote it or leave the row out")
+        raise UserError(f"{where} has the content {excerpt(content)}, not a string; quote it or leave the row out")
     texts: dict[str, list[str]] = {kind: [] for kind in _PARTS}
     for part in content:
         values = part if isinstance(part, Mapping) else {"text": part}
@@ -203,7 +203,7 @@ def _parse_content(content: object, where: str) -> tuple[str, str, list[dict[str
         kind = next((kind for kind, names in _PARTS.items() if given in names), None)
         text = next((values[key] for key in ("text", "value", "thinking") if values.get(key) is not None), None)
         if kind is None or not isinstance(text, str):
-            raise UserError(f"{where} has the part {shown(part)}, and only texts are read; leave the row out")
+            raise UserError(f"{where} has the part {excerpt(part)}, and only texts are read; leave the row out")
         texts[kind].append(text)
     calls = [call for text in texts["call"] for call in _parse_calls(text, "tool_call", where)]
     return "".join(texts["text"]), "".join(texts["reasoning"]), calls
@@ -223,7 +223,7 @@ def _parse_call(call: object, key: str, where: str) -> dict[str, Any]:
     fields = {name: value for name, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
     function = fields.get("function", fields)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f'{where}: "{key}" has {shown(call)}; give calls of a function with name and arguments')
+        raise UserError(f'{where}: "{key}" has {excerpt(call)}; give calls of a function with name and arguments')
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         try:
@@ -247,7 +247,7 @@ def as_tools(value: object, key: str, source: str) -> tuple[Mapping[str, Any], .
     parsed = []
     for tool in as_list(tools, key, source):
         if not isinstance(tool, Mapping):
-            raise UserError(f'{source}: "{key}" has {shown(tool)}; give objects that describe functions')
+            raise UserError(f'{source}: "{key}" has {excerpt(tool)}; give objects that describe functions')
         is_bare = "name" in tool and "function" not in tool and tool.get("type", "function") == "function"
         bare = {name: part for name, part in tool.items() if name != "type"}
         parsed.append({"type": "function", "function": bare} if is_bare else dict(tool))
@@ -258,7 +258,9 @@ def from_json(text: object, key: str, where: str) -> Any:
     try:
         return _read_text(str(text))
     except json.JSONDecodeError as error:
-        raise UserError(f'{where}: "{key}" is {shown(text)}, not JSON ({error.msg}); give a list of objects') from error
+        raise UserError(
+            f'{where}: "{key}" is {excerpt(text)}, not JSON ({error.msg}); give a list of objects'
+        ) from error
 
 
 def _read_text(text: str) -> Any:
@@ -279,7 +281,7 @@ def _read_text(text: str) -> Any:
 
 def as_list(value: object, key: str, where: str) -> Sequence[Any]:
     if not is_list(value):
-        raise UserError(f'{where}: "{key}" is {shown(value)}; give a list of objects')
+        raise UserError(f'{where}: "{key}" is {excerpt(value)}; give a list of objects')
     return value
 
 
@@ -294,7 +296,7 @@ def _is_json(value: object) -> bool:
     return all(map(_is_json, value)) if is_list(value) else isinstance(value, str | bool | int | float | None)
 
 
-def shown(value: object) -> str:
+def excerpt(value: object) -> str:
     """Return a value as JSON, its beginning if it is long."""
     text = value[:50] if isinstance(value, str) else value
     encoded = json.dumps(text, default=str)

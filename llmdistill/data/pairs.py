@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.collate import pad_rows, padding_mask, sample_id
 from llmdistill.data.store import TOKEN_IDS, Layout
 from llmdistill.errors import UserError
 from llmdistill.models.unembedded import check_rows
@@ -92,7 +92,7 @@ def collate_pairs(items: Sequence[Any], pad_token_id: int) -> Batch:
     label.
     """
     rows = [item.input_ids for item in items]
-    input_ids = padded(rows, pad_token_id)
+    input_ids = pad_rows(rows, pad_token_id)
     has_types = items[0].token_type_ids is not None
     targets = [item.target for item in items]
     unknown: float
@@ -104,7 +104,7 @@ def collate_pairs(items: Sequence[Any], pad_token_id: int) -> Batch:
         input_ids,
         padding_mask(rows),
         labels=torch.full_like(input_ids, IGNORE_INDEX),
-        token_type_ids=padded([item.token_type_ids for item in items], 0) if has_types else None,
+        token_type_ids=pad_rows([item.token_type_ids for item in items], 0) if has_types else None,
         targets=torch.tensor([unknown if target is None else target for target in targets], dtype=dtype),
         sample_ids=tuple((item.sample_id,) for item in items),
     )

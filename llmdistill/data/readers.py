@@ -48,13 +48,13 @@ def text_lines(path: Path, *, newline: str | None = None) -> Iterator[str]:
                 # A character has at most 4 bytes, so most lines need not be encoded; + 1, because the line break is not
                 # counted.
                 if len(line) * 4 > MOST_BYTES and len(line.encode()) > MOST_BYTES + 1:
-                    raise too_large(f"{path}:{number}", "a line")
+                    raise size_error(f"{path}:{number}", "a line")
                 yield line
     except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, "UTF-8 text", error) from error
+        raise read_error(path, "UTF-8 text", error) from error
 
 
-def too_large(place: str, what: str) -> UserError:
+def size_error(place: str, what: str) -> UserError:
     return UserError(
         f"{place}: {what} of more than {byte_size(MOST_BYTES)}, which no model learns as one; cut it into several rows"
     )
@@ -64,10 +64,10 @@ def content_sha256(path: Path) -> str:
     try:
         return file_sha256(path)
     except OSError as error:
-        raise unreadable(path, "UTF-8 text", error) from error
+        raise read_error(path, "UTF-8 text", error) from error
 
 
-def unreadable(path: Path, kind: str, error: Exception) -> UserError:
+def read_error(path: Path, kind: str, error: Exception) -> UserError:
     """Return the error for a file that is not readable as text or as a table; it names the first line not in UTF-8."""
     if not isinstance(error, UnicodeDecodeError) or not path.is_file():
         return UserError(f"{path}: cannot be read as {kind} ({first_line(error)}); give a readable file")
@@ -110,7 +110,7 @@ def _read_json(path: Path) -> Rows:
     try:
         value = parse_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, "UTF-8 text", error) from error
+        raise read_error(path, "UTF-8 text", error) from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # the file is JSONL with the ending .json
             yield from jsonl_rows(path)
@@ -124,7 +124,7 @@ def _read_json(path: Path) -> Rows:
         if not isinstance(item, dict):
             raise UserError(f"{path}: item {number}: a {type(item).__name__}, not an object; make it one")
         if size > MOST_BYTES and len(json.dumps(item, ensure_ascii=False).encode()) > MOST_BYTES:
-            raise too_large(f"{path}: item {number}", "a row")
+            raise size_error(f"{path}: item {number}", "a row")
         yield item, f"{path}: item {number}"
 
 
@@ -145,7 +145,7 @@ def _read_csv(path: Path) -> Rows:
                 return
             except csv.Error as error:
                 if "field larger" in str(error):
-                    raise too_large(f"{path}:{first}", "a cell") from error
+                    raise size_error(f"{path}:{first}", "a cell") from error
                 raise UserError(
                     f"{path}:{first}: not CSV ({error}); quote a cell as a whole, and double the quotes in it"
                 ) from error
@@ -256,7 +256,7 @@ def _read_parquet(path: Path) -> Rows:
     except UserError:
         raise
     except Exception as error:  # pyarrow passes on exceptions of many kinds
-        raise unreadable(path, "Parquet", error) from error
+        raise read_error(path, "Parquet", error) from error
 
 
 def _read_row_groups(path: Path) -> Rows:
@@ -272,7 +272,7 @@ def _read_row_groups(path: Path) -> Rows:
             metadata = file.metadata.row_group(group)
             mean = metadata.total_byte_size / max(1, metadata.num_rows)
             if mean > MOST_BYTES:
-                raise too_large(f"{path}: rows {number + 1} to {number + metadata.num_rows}", "a row in the mean")
+                raise size_error(f"{path}: rows {number + 1} to {number + metadata.num_rows}", "a row in the mean")
             packed = sum(metadata.column(place).total_compressed_size for place in range(metadata.num_columns))
             # pyarrow unpacks a page of up to 2 GB as a whole, and a page may have a thousand rows.
             if metadata.total_byte_size > max(_PACKED_WELL * packed, _MOST_BYTES_OF_PAGES):
@@ -299,7 +299,7 @@ def _read_row_groups(path: Path) -> Rows:
                                 for cell in row.values()
                             )
                             if sum(map(len, cells)) > MOST_BYTES:
-                                raise too_large(source, "a row")
+                                raise size_error(source, "a row")
                         yield without_nulls(row), source
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from llmdistill.data.readers import READERS, unreadable
+from llmdistill.data.readers import READERS, read_error
 from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import content_fingerprint, fingerprint
@@ -143,7 +143,7 @@ def visible_files(folder: Path) -> Iterator[Path]:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise unreadable(folder, "a folder", error) from error
+        raise read_error(folder, "a folder", error) from error
     for name in names:
         path = folder / name
         if name.startswith("."):

@@ -16,11 +16,11 @@ from llmdistill.data.messages import (
     as_tools,
     as_turns,
     check_refused,
+    excerpt,
     from_json,
     is_learned,
     is_list,
     parse_messages,
-    shown,
 )
 from llmdistill.errors import UserError
 
@@ -127,7 +127,7 @@ def parse_row(
     is_plain = _SPECIAL.isdisjoint(row)
     if not is_plain:
         check_refused(row, _REFUSED, source)
-    example, teacher = _parse(row, source, needs_answer), row.get("teacher")
+    example, teacher = _parse_format(row, source, needs_answer), row.get("teacher")
     if needs_answer and not is_plain:
         for key in (key for key in _LABELS if key in row):  # KTO's sets label each answer as good or bad
             label = row[key]
@@ -137,7 +137,7 @@ def parse_row(
                 raise LeftOut(source, f"{key} is false")
             if label is not True:
                 raise UserError(
-                    f'{source}: "{key}" is {shown(row[key])}; say by true or false whether the answer is good (KTO), '
+                    f'{source}: "{key}" is {excerpt(row[key])}; say by true or false whether the answer is good (KTO), '
                     "or take the key out"
                 )
         if not is_learned(row, source):
@@ -152,7 +152,7 @@ def parse_row(
     return replace(example, teacher=teacher) if isinstance(teacher, str) else example
 
 
-def _parse(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
+def _parse_format(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
     chat, instruction_key = _first_key(row, _CHATS), _first_key(row, tuple(_ASKS))
     if instruction_key == "instruction" and (chat is None or _first_key(row, _ASKS[instruction_key]) is not None):
         return _parse_instruction(row, instruction_key, source, needs_answer)
@@ -200,7 +200,7 @@ def _parse_instruction(row: Mapping[str, Any], key: str, source: str, needs_answ
     pairs = from_json(history_value, "history", source) if isinstance(history_value, str) else history_value
     for pair in pairs if is_list(pairs) else (pairs,):
         if not is_list(pair) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise UserError(f'{source}: "history" has {shown(pair)}; give pairs of a question and its answer')
+            raise UserError(f'{source}: "history" has {excerpt(pair)}; give pairs of a question and its answer')
         turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
     history = tuple(turns)
     fields = {name: _read_string(row, name, source, "quote it") for name in _REASONING if row.get(name)}
@@ -306,7 +306,7 @@ def _read_answers(row: Mapping[str, Any], keys: tuple[str, ...], source: str, ne
         return ()
     answers = row[key] if is_list(row[key]) else [row[key]]
     if (needed and not answers) or not all(isinstance(answer, str) for answer in answers):
-        raise UserError(f'{source}: "{key}" is {shown(row[key])}; give a string or a list of strings')
+        raise UserError(f'{source}: "{key}" is {excerpt(row[key])}; give a string or a list of strings')
     return tuple(answers)
 
 
@@ -329,13 +329,13 @@ def _read_options(row: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     cell = row.get("chat_template_kwargs") or {}
     options = from_json(cell, "chat_template_kwargs", source) if isinstance(cell, str) else cell
     if not isinstance(options, Mapping):
-        raise UserError(f'{source}: "chat_template_kwargs" is {shown(cell)}; give an object')
+        raise UserError(f'{source}: "chat_template_kwargs" is {excerpt(cell)}; give an object')
     return {key: value for key, value in options.items() if value is not None}
 
 
 def _read_string(row: Mapping[str, Any], key: str, source: str, remedy: str) -> str:
     if not isinstance(row[key], str):
-        raise UserError(f'{source}: "{key}" is {shown(row[key])}, not a string; {remedy}')
+        raise UserError(f'{source}: "{key}" is {excerpt(row[key])}, not a string; {remedy}')
     return str(row[key])
 
 

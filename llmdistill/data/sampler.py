@@ -46,7 +46,7 @@ class Mixture:
 
     @classmethod
     def of(cls, sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
-        return cls(tuple(sizes), tuple(shared_out(sum(sizes), weights)))
+        return cls(tuple(sizes), tuple(share_out(sum(sizes), weights)))
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Return the indices of the examples of an epoch, in order."""
@@ -62,7 +62,7 @@ class Mixture:
         return np.random.default_rng((seed, epoch)).permutation(np.concatenate(drawn))
 
 
-def shared_out(total: int, weights: Sequence[float]) -> list[int]:
+def share_out(total: int, weights: Sequence[float]) -> list[int]:
     """Return how many of the examples of an epoch each part gives, by its weight; they add up to the total.
 
     The largest remainders are rounded up, and each part gives at least one.

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmdistill.data.examples import Example
-from llmdistill.data.memory import rows_in_memory, unformatted
-from llmdistill.data.readers import READERS, Rows, first_line, jsonl_rows, unreadable, without_nulls
+from llmdistill.data.memory import rows_in_memory, without_format
+from llmdistill.data.readers import READERS, Rows, first_line, jsonl_rows, read_error, without_nulls
 from llmdistill.data.references import local_files, parts_of
 from llmdistill.data.rows import FORMAT_KEYS, describe_left_out, parse_rows
 from llmdistill.embedded import locate_data
@@ -56,12 +56,12 @@ def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[E
     Raises:
         UserError: the data set does not exist or is empty, or a row is malformed; the message names the row.
     """
-    rows = progress(open_rows(reference), f"Reading {shown(reference)}", "rows")
+    rows = progress(open_rows(reference), f"Reading {as_typed(reference)}", "rows")
     left_out = Counter[str]()
     examples = list(parse_rows(rows, left_out, needs_answer=needs_answer))
     if not examples:
         raise no_example(reference, left_out)
-    say_left_out(shown(reference), examples, left_out)
+    say_left_out(as_typed(reference), examples, left_out)
     return examples
 
 
@@ -89,7 +89,7 @@ def check_rows(reference: str | Path, *, thorough: bool = True) -> None:
         raise no_example(reference, left_out)
 
 
-def shown(reference: str | Path) -> str:
+def as_typed(reference: str | Path) -> str:
     """Return a reference as it is typed: a path has one slash after `hf:`."""
     return re.sub("^hf:/+", "hf://", str(reference))
 
@@ -97,7 +97,7 @@ def shown(reference: str | Path) -> str:
 def no_example(reference: str | Path, left_out: Counter[str] | None = None) -> UserError:
     without = describe_left_out(left_out or {}).rstrip(".").lower()
     return UserError(
-        f"{shown(reference)}: holds no example{f' to learn;{without}' if without else ''}; give at least one row of "
+        f"{as_typed(reference)}: holds no example{f' to learn;{without}' if without else ''}; give at least one row of "
         "instruction, input, output"
     )
 
@@ -128,14 +128,14 @@ def _open_set(reference: str, streaming: bool) -> Rows:
 
         return _number_rows(
             reference,
-            lambda: unformatted(datasets.load_from_disk(str(path))),
-            lambda error: unreadable(path, "a saved data set", error),
+            lambda: without_format(datasets.load_from_disk(str(path))),
+            lambda error: read_error(path, "a saved data set", error),
         )
     in_set = _HUB_FILE.fullmatch(reference)
     kind = None if in_set is None else _KINDS.get(Path(in_set["file"]).suffix.lower())
     if in_set is not None and kind is not None:
         url = f"hf://datasets/{in_set['file']}"
-        return _read_hub(shown(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
+        return _read_hub(as_typed(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
     # A colon inside the brackets of a slice is not a separator.
     name, *rest = re.split(r":(?![^\[]*\])", reference)
     if path.suffix.lower() in READERS or not _HUB_NAME.fullmatch(name) or len(rest) > 2 or "" in rest:

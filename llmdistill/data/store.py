@@ -113,7 +113,7 @@ def _is_undamaged(folder: Path) -> bool:
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[dict[str, Any]]:
+def read_meta(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the content of meta.json to a block that opens the files; a UserError if they are damaged."""
     try:
         yield json.loads((folder / _META).read_text(encoding="utf-8"))
@@ -263,12 +263,12 @@ class StoredSplits:
     def __init__(self, folder: Path) -> None:
         """`meta` is the content of meta.json. Raises UserError if it is damaged."""
         self._folder = folder
-        with reading(folder) as self.meta:
+        with read_meta(folder) as self.meta:
             self._splits = self.meta["splits"]
 
     def items(self, split: str, layout: Layout[Item]) -> MappedItems[Item]:
         """Return the examples of a split. Raises UserError if they are damaged."""
-        with reading(self._folder):
+        with read_meta(self._folder):
             return MappedItems(self._file(split, "arrow"), layout)
 
     def text(self, split: str) -> Any:

@@ -28,7 +28,7 @@ _TOO_MANY_EMPTY = 100
 """A set is refused as one without answers if none of so many first examples has one."""
 
 
-def shuffled(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iterator[Item]:
+def shuffle(items: Iterable[Item], size: int, rng: np.random.Generator) -> Iterator[Item]:
     """Yield a permutation of items that holds no more than size of them at a time.
 
     A loader that starts at any step fills this buffer as it was, so the same step has the same examples. The buffer of
@@ -74,7 +74,7 @@ class ExampleStream:
             rng = np.random.default_rng((self.seed, epoch))
             examples = parse_rows(open_rows(self.reference, streaming=True), left_out)
             # Texts are shuffled, not tokens, because texts are smaller; each text is tokenized when its turn comes.
-            for example in shuffled(examples, self.shuffle_buffer, rng):
+            for example in shuffle(examples, self.shuffle_buffer, rng):
                 is_empty = False
                 yield epoch, example
             if is_empty:

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.collate import pad_rows, padding_mask, sample_id
 from llmdistill.data.masking import Masking
 from llmdistill.data.store import TOKEN_IDS, Layout
 from llmdistill.errors import UserError
@@ -140,15 +140,15 @@ def _tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[
 def collate_targets(items: Sequence[EncodedTarget], marks: Marks) -> Batch:
     """Collate sources with their targets as they are, (B, T), padded on the right, without labels."""
     rows = [np.array(item.ids) for item in items]
-    input_ids = padded(rows, marks.padding)
+    input_ids = pad_rows(rows, marks.padding)
     types = [np.arange(len(item)) >= len(item.source_ids) for item in items]
     return Batch(
         input_ids=input_ids,
         attention_mask=padding_mask(rows),
         labels=torch.full_like(input_ids, IGNORE_INDEX),
-        token_type_ids=padded(types, 0) if marks.has_segments else None,
+        token_type_ids=pad_rows(types, 0) if marks.has_segments else None,
         # All of the source is seen, and the target up to the token itself.
-        visible_until=padded(
+        visible_until=pad_rows(
             [np.maximum(np.arange(1, len(item) + 1), len(item.source_ids)) for item in items], input_ids.shape[1]
         ),
         sample_ids=tuple((sample_id(row),) for row in rows),
@@ -188,7 +188,7 @@ class MaskedTargets:
             labels.append(row_labels)
         return replace(
             collate_targets(items, self._marks),
-            input_ids=padded(rows, self._marks.padding),
-            labels=padded(labels, IGNORE_INDEX),
+            input_ids=pad_rows(rows, self._marks.padding),
+            labels=pad_rows(labels, IGNORE_INDEX),
             sample_ids=tuple((sample_id(row),) for row in rows),
         )

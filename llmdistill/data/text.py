@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.data.collate import padded, padding_mask
+from llmdistill.data.collate import pad_rows, padding_mask
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.layouts import TextSequence, lay_out
 from llmdistill.data.masking import Masking, special_mask
-from llmdistill.data.sampler import shared_out
+from llmdistill.data.sampler import share_out
 from llmdistill.errors import UserError
 
 _STRIDE = 5  # separates these random numbers from those of epochs, sequences, windows, documents and answers
@@ -75,10 +75,10 @@ class TextSequences:
         rows = [part.ids for part in parts]
         types = [np.arange(len(part)) >= part.second for part in parts]
         return Batch(
-            input_ids=padded(rows, self._pad_token_id),
+            input_ids=pad_rows(rows, self._pad_token_id),
             attention_mask=padding_mask(rows),
-            labels=padded([part.labels for part in parts], IGNORE_INDEX),
-            token_type_ids=padded(types, 0) if self._token_types else None,
+            labels=pad_rows([part.labels for part in parts], IGNORE_INDEX),
+            token_type_ids=pad_rows(types, 0) if self._token_types else None,
             targets=torch.tensor([part.target for part in parts]) if self.next_sentence else None,
             sample_ids=tuple((part.sample_id,) for part in parts),
         )
@@ -116,7 +116,7 @@ class MixedSequences:
         self.names = list(parts)
         self.parts = list(parts.values())
         sizes = [len(part) for part in self.parts]
-        self.counts = mixture_counts(sizes, exponent) if weights is None else shared_out(sum(sizes), weights)
+        self.counts = mixture_counts(sizes, exponent) if weights is None else share_out(sum(sizes), weights)
         self._ends = np.cumsum(self.counts)
 
     def __len__(self) -> int:
@@ -148,8 +148,8 @@ class MixedSequences:
 
 
 def mixture_counts(sizes: Sequence[int], exponent: float) -> list[int]:
-    """Return how many sequences of an epoch each text gives: `shared_out` by its size to the power of the exponent."""
-    return shared_out(sum(sizes), [size**exponent for size in sizes])
+    """Return how many sequences of an epoch each text gives: `share_out` by its size to the power of the exponent."""
+    return share_out(sum(sizes), [size**exponent for size in sizes])
 
 
 def _spread_index(offset: int, size: int, key: tuple[int, int, int]) -> int:

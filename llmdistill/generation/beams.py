@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, NoRepeatNGramLogitsProcessor, PreTrainedModel
 
 from llmdistill.config import WritingConfig
-from llmdistill.data.collate import padded, padding_mask
+from llmdistill.data.collate import pad_rows, padding_mask
 from llmdistill.data.targets import Marks
 from llmdistill.generation.decode import gather_answers, plan_batches, shared_jobs
 from llmdistill.models.families import first_position
@@ -117,7 +117,7 @@ class MaskedSteps:
         batch, width = real_BS.shape
         self._run_model(
             model.base_model,
-            padded(sources, marks.padding).to(model.device),
+            pad_rows(sources, marks.padding).to(model.device),
             real_BS[:, None, None, :].expand(batch, 1, width, width),
             torch.arange(width, device=model.device).expand(batch, -1),
             segment=0,

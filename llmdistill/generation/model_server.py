@@ -52,9 +52,9 @@ class ModelServer:
         try:
             return {model["id"]: model for model in self.send("/v1/models")["data"]}
         except HTTPError as error:
-            raise UserError(f"{self.name}: it answers {words_of(error)}; {remedy}") from error
+            raise UserError(f"{self.name}: it answers {describe_error(error)}; {remedy}") from error
         except (OSError, HTTPException) as error:
-            raise UserError(f"{self.name}: no server answers there ({words_of(error)}); {remedy}") from error
+            raise UserError(f"{self.name}: no server answers there ({describe_error(error)}); {remedy}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.name}: it does not speak OpenAI's protocol; {remedy}") from error
 
@@ -89,7 +89,7 @@ class ModelServer:
                 self._answered = time.monotonic()
                 return answer
             except (OSError, HTTPException, json.JSONDecodeError) as error:
-                reason = words_of(error)
+                reason = describe_error(error)
                 if isinstance(error, HTTPError) and error.code < final and error.code not in _AGAIN:
                     raise UserError(f"{self.name}: it refuses {what}: {reason}; {remedy}") from error
             # Give up at once on a signal, or at the end of the program: other ranks and the shell wait for this one.
@@ -113,7 +113,7 @@ class ModelServer:
         return json.loads(content) if content else None
 
 
-def words_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Describe why a request failed, with the first words of the server's answer."""
     if isinstance(error, HTTPError):
         text = error.read(2000).decode(errors="replace")

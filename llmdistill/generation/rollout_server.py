@@ -17,7 +17,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 from llmdistill.errors import UserError
-from llmdistill.generation.model_server import ModelServer, words_of
+from llmdistill.generation.model_server import ModelServer, describe_error
 from llmdistill.generation.rollout import Prompt, Written
 from llmdistill.runtime.distributed import on_every, on_main
 
@@ -57,7 +57,7 @@ class RolloutServer:
         try:
             self._server.send("/collective_rpc", _STAMP_REQUEST)
         except HTTPError as error:
-            reason = words_of(error)
+            reason = describe_error(error)
             raise UserError(f"{self._server.name}: it does not take weights ({reason}); {start}") from error
 
     def stamp(self) -> str | None:

@@ -182,7 +182,7 @@ def _load_llm(model: str | Path, dtype: torch.dtype, *, max_length: int, seed: i
         model=str(model),
         tokenizer=str(model),
         dtype=str(dtype).removeprefix("torch."),
-        tensor_parallel_size=shares(load_config(model), torch.cuda.device_count()),
+        tensor_parallel_size=tensor_parallel_size(load_config(model), torch.cuda.device_count()),
         seed=seed,
         max_model_len=max_length,
         generation_config="vllm",  # nothing from the model's generation_config.json
@@ -191,7 +191,7 @@ def _load_llm(model: str | Path, dtype: torch.dtype, *, max_length: int, seed: i
     )
 
 
-def shares(config: PreTrainedConfig, gpus: int) -> int:
+def tensor_parallel_size(config: PreTrainedConfig, gpus: int) -> int:
     """Return the number of GPUs over which a model's heads can be split evenly (vLLM's tensor parallelism)."""
     head_counts = [count or 1 for count in layer_values(config, "num_attention_heads")]
     group_counts = [count for count in layer_values(config, "num_key_value_heads") if count] or head_counts

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmdistill.batch import IGNORE_INDEX, LossSum, predicted_labels
 from llmdistill.errors import UserError
-from llmdistill.plugins import loaded
+from llmdistill.plugins import load_plugins
 
 if TYPE_CHECKING:  # settings are checked against DIVERGENCES, and a command line is parsed without torch
     from torch import Tensor
@@ -206,7 +206,7 @@ DIVERGENCES: dict[str, DivergenceEntry] = {
     "log_ratio": DivergenceEntry("log q - log p of the sampled token", lambda kd: LOG_RATIO),
 }
 """The divergences by the name that users type as `kd.divergence`, which is also the name of the term in the log."""
-DIVERGENCES |= loaded("llmdistill.divergences", DIVERGENCES)
+DIVERGENCES |= load_plugins("llmdistill.divergences", DIVERGENCES)
 
 
 def output_divergence(

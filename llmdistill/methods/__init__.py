@@ -21,7 +21,7 @@ from llmdistill.methods.minilmv2 import MINILMV2
 from llmdistill.methods.sft import SEQKD, SFT, UNTRAINED
 from llmdistill.methods.tinybert import TINYBERT
 from llmdistill.objective import TOKENS, Objective
-from llmdistill.plugins import loaded
+from llmdistill.plugins import load_plugins
 from llmdistill.step.method import Method, Terms, combine
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ METHODS: dict[str, MethodEntry] = {
     "none": UNTRAINED,
 }
 """The methods by the name that users type. Their settings have the same name."""
-METHODS |= loaded("llmdistill.methods", METHODS)
+METHODS |= load_plugins("llmdistill.methods", METHODS)
 
 
 def build_method(

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
-from llmdistill.files import leads_out, read_json, write_json
+from llmdistill.files import is_outside, read_json, write_json
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, of_base
 from llmdistill.models.chat_templates import end_of_turn
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
@@ -115,7 +115,7 @@ def _copy_modules(source: Path, target: Path) -> None:
     are matrices of the old width, cannot, and then nothing is copied.
     """
     names = [module.get("path") or "" for module in read_modules(source)]
-    own = [name for name in names if name and Path(name).name == name and not leads_out(source, name)]
+    own = [name for name in names if name and Path(name).name == name and not is_outside(source, name)]
     folders = [source / name for name in own if (source / name).is_dir()]
     width, new_width = (_read_width(folder) for folder in (source, target))
     if width != new_width and any(file for folder in folders for file in folder.glob("*.safetensors")):

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from llmdistill.artifacts import new_proven_folder, read_record
-from llmdistill.errors import UserError, to_install
+from llmdistill.errors import UserError, install_command
 from llmdistill.files import cache_folder, check_writable, read_json, write_json
 from llmdistill.fingerprints import file_sha256
 from llmdistill.messages import say
@@ -109,7 +109,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], Any, int]:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise UserError(f"{file}: reading it needs the package gguf: {to_install('gguf')}") from error
+        raise UserError(f"{file}: reading it needs the package gguf: {install_command('gguf')}") from error
     try:
         reader = GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}

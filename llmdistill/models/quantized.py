@@ -19,7 +19,7 @@ from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
 from llmdistill.config.student import QuantizeConfig, StudentConfig
-from llmdistill.errors import UserError, to_install
+from llmdistill.errors import UserError, install_command
 from llmdistill.internals.transformers_names import set_weight_conversions, weight_conversions
 from llmdistill.models.general import in_lists
 from llmdistill.models.student_form import StudentForm, is_size
@@ -46,7 +46,7 @@ def _bits_of_saved(saved: Any) -> str | None:
 def check_torchao(key: str) -> None:
     """Raise a UserError that names a setting or flag if torchao is not installed."""
     if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"{key} needs torchao: {to_install('quantize')}")
+        raise UserError(f"{key} needs torchao: {install_command('quantize')}")
 
 
 def quantized_linears(model: PreTrainedModel) -> list[str]:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llmdistill.errors import UserError
-from llmdistill.files import leads_out, read_json, write_json
+from llmdistill.files import is_outside, read_json, write_json
 from llmdistill.models.companions import MODULES_FILE, downloaded, read_modules
 from llmdistill.objective import Pooling, PoolingMode
 
@@ -115,7 +115,7 @@ def _module_folders(folder: Path) -> dict[str, Path]:
         )
     paths = [module.get("path") or "" for module in modules]
     outside = [
-        path for path in paths if any(leads_out(folder, os.path.join(path, name)) for name in ("", *_DENSE_FILES))
+        path for path in paths if any(is_outside(folder, os.path.join(path, name)) for name in ("", *_DENSE_FILES))
     ]
     if outside:
         raise UserError(

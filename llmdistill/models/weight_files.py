@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmdistill.errors import UserError, to_install
-from llmdistill.files import leads_out, read_json
+from llmdistill.errors import UserError, install_command
+from llmdistill.files import is_outside, read_json
 
 INDEX = "model.safetensors.index.json"
 """File that names the shard of each weight."""
 SUFFIX = ".safetensors"
 _STUDENT, _LOADED = "this is a factorized student of llmdistill", "before the model is loaded"
-REFUSAL = f"{_STUDENT}, which nothing else loads: {to_install()}, and write `import llmdistill` {_LOADED}"
+REFUSAL = f"{_STUDENT}, which nothing else loads: {install_command()}, and write `import llmdistill` {_LOADED}"
 """`transformers_weights` in the config.json of a student, where transformers reads the name of the file of weights."""
 
 
@@ -26,7 +26,7 @@ def check_weight_files(folder: Path) -> None:
     transformers would unpickle a file with another ending that an index names, and open one in another folder.
     """
     for file in sorted(folder.glob(f"*{SUFFIX}")):
-        if leads_out(folder, file.name):
+        if is_outside(folder, file.name):
             raise UserError(f"{file}: it is a link that leads out of the model's folder: put the file itself there")
     config = folder / "config.json"
     content = read_json(config) if config.is_file() else None
@@ -66,5 +66,5 @@ def _check_name(folder: Path, name: object, where: str, endings: tuple[str, ...]
             f"{where} names {name!r}, which is no safetensors file (a pickled .bin is never read): save the model as "
             "safetensors"
         )
-    if leads_out(folder, name):
+    if is_outside(folder, name):
         raise UserError(f"{where} names {name!r}, which lies outside of the folder: copy the model's own files anew")

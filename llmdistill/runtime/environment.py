@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
-from llmdistill.errors import UserError, to_install
-from llmdistill.files import byte_size, check_writable, nearest
+from llmdistill.errors import UserError, install_command
+from llmdistill.files import byte_size, check_writable, nearest_folder
 from llmdistill.losses.fused.triton import OLDEST_TRITON, available
 from llmdistill.runtime.devices import has_compiler, installed_versions
 
@@ -57,7 +57,7 @@ def libraries() -> Finding:
     found = installed_versions(_LIBRARIES)
     missing = [name for name in _LIBRARIES if name not in found]
     if missing:
-        return Finding("failure", "libraries", f"{', '.join(missing)} missing", f"install them: {to_install()}")
+        return Finding("failure", "libraries", f"{', '.join(missing)} missing", f"install them: {install_command()}")
     return Finding("ok", "libraries", ", ".join(f"{name} {number}" for name, number in found.items()))
 
 
@@ -106,7 +106,7 @@ def kernels() -> Finding:
 
 def disk(folder: Path, needed_bytes: int | None) -> Finding:
     """Whether the disk has room for a run."""
-    there = nearest(folder)
+    there = nearest_folder(folder)
     try:
         check_writable(folder, "output_dir")
     except UserError as error:

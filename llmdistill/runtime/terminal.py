@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmdistill.errors import RankError, Stopped, UserError
-from llmdistill.files import refused_by_system
-from llmdistill.messages import logger, read_to_its_end, say, set_level
+from llmdistill.files import explain_refusal
+from llmdistill.messages import exit_on_closed_pipe, logger, say, set_level
 from llmdistill.progress import Activity
 from llmdistill.runtime import signals
 from llmdistill.runtime.launch import launched_ranks
@@ -38,7 +38,7 @@ def exit_code(job: Callable[[], None]) -> int:
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which misses a GPU in several lines
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with read_to_its_end(), signals.handling(), Activity("Working"):
+        with exit_on_closed_pipe(), signals.handling(), Activity("Working"):
             return _code_of(job)
     except Stopped as stopped:  # by a signal before the job began or after it had ended
         return _code_after(stopped)
@@ -51,9 +51,9 @@ def _code_of(job: Callable[[], None]) -> int:
         job()
         return 0
     except BrokenPipeError:
-        raise  # of stdout, see `read_to_its_end`
+        raise  # of stdout, see `exit_on_closed_pipe`
     except (Stopped, Exception) as error:
-        failure = error if isinstance(error, Stopped | UserError) else refused_by_system(error) or error
+        failure = error if isinstance(error, Stopped | UserError) else explain_refusal(error) or error
         is_said = isinstance(failure, Stopped | UserError) or _out_of_memory(failure) is not None
         if not several and not is_said:
             raise

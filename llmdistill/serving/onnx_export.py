@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from llmdistill.artifacts import new_proven_folder
-from llmdistill.errors import UserError, to_install
+from llmdistill.errors import UserError, install_command
 from llmdistill.internals.transformers_names import attention_implementation
 from llmdistill.models.companions import copy_companions
 from llmdistill.models.forms import remove_forms
@@ -67,7 +67,7 @@ def export_onnx(
     """
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"--to onnx needs {', '.join(missing)}: {to_install('onnx')}")
+        raise UserError(f"--to onnx needs {', '.join(missing)}: {install_command('onnx')}")
     with new_proven_folder(out_dir) as folder, TemporaryDirectory() as scratch:
         model = load_model(model_dir, dtype=torch.float32, head="saved")
         remove_forms(model)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.data.pairs import PairExample, encode_pairs
 from llmdistill.data.readers import first_line
-from llmdistill.errors import UserError, to_install
+from llmdistill.errors import UserError, install_command
 from llmdistill.models.sentences import SentenceSettings
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.sentences import embeddings_of
@@ -173,7 +173,7 @@ def find_mteb(
     try:
         import mteb
     except ImportError as error:
-        raise UserError(f"tasks of MTEB need its library ({error}): {to_install('mteb')}") from error
+        raise UserError(f"tasks of MTEB need its library ({error}): {install_command('mteb')}") from error
     logging.getLogger("mteb").setLevel(logging.ERROR)
     if benchmark is not None:
         tasks = list(_find_known(mteb.get_benchmark, "--benchmark", benchmark).tasks)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
 from llmdistill.batch import Batch
-from llmdistill.data.collate import padded
+from llmdistill.data.collate import pad_rows
 from llmdistill.data.store import SplitWriter
 from llmdistill.data.windows import (
     NO_ANSWER,
@@ -306,7 +306,7 @@ def best_spans(
     no_answer_B = starts_BT[:, NO_ANSWER] + ends_BT[:, NO_ANSWER]
     assert all(window.characters is not None for window in windows), "the windows are encoded for training"
     rows = [torch.from_numpy(window.characters[:, 0] >= 0) for window in windows]  # type: ignore[index]
-    outside_BT = padded(rows, 0) == 0
+    outside_BT = pad_rows(rows, 0) == 0
     starts_BT = starts_BT.masked_fill(outside_BT, float("-inf"))
     ends_BT = ends_BT.masked_fill(outside_BT, float("-inf"))
     length = min(max_answer_length, ends_BT.shape[1])

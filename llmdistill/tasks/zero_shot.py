@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config.strict import did_you_mean
 from llmdistill.data.readers import first_line
-from llmdistill.errors import UserError, to_install
+from llmdistill.errors import UserError, install_command
 
 _MAIN_METRICS = ("acc_norm", "acc", "exact_match")
 """The metric that tables show, in this order; tasks with none of them are shown by the first of their own."""
@@ -49,7 +49,9 @@ def find_zero_shot(names: Sequence[str], task_dir: str | None) -> ZeroShotTasks:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UserError(f"zero-shot tasks need lm-evaluation-harness ({error}): {to_install('lm-eval')}") from error
+        raise UserError(
+            f"zero-shot tasks need lm-evaluation-harness ({error}): {install_command('lm-eval')}"
+        ) from error
     if task_dir is not None and not Path(task_dir).is_dir():
         raise UserError(f"--task_dir {task_dir}: no such folder; give one with tasks in the harness's YAML, or none")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, OtherTokens, Outputs, Positions, Taps
 from llmdistill.data.begin import begin_tokens
-from llmdistill.data.collate import padded, padding_mask, sample_id
+from llmdistill.data.collate import pad_rows, padding_mask, sample_id
 from llmdistill.data.token_bytes import TokenBytes, equal_spans, shared_tokens
 from llmdistill.progress import progress
 from llmdistill.step.forward import TappedModel
@@ -95,9 +95,9 @@ class Translation:
             rows, num_spans = rows + len(spans_m), num_spans + int((~each.pairs).sum())
         labels = [np.where(each.spans >= 0, each.ids, IGNORE_INDEX) for each in sequences]
         of_teacher = Batch(
-            padded([each.ids for each in sequences], self._pad),
+            pad_rows([each.ids for each in sequences], self._pad),
             padding_mask([each.ids for each in sequences]),
-            padded(labels, IGNORE_INDEX),
+            pad_rows(labels, IGNORE_INDEX),
             sample_ids=tuple((sample_id(each.ids, each.spans >= 0),) for each in sequences),
         )
         found = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from llmdistill.artifacts import MANIFEST, entries_damage, find_record
 from llmdistill.errors import UserError
-from llmdistill.files import cannot_write, sync, write_json
+from llmdistill.files import sync, write_error, write_json
 from llmdistill.fingerprints import file_entry
 from llmdistill.report.metrics_log import METRICS_LOG
 from llmdistill.runtime.distributed import World, gather_objects, on_every, on_main
@@ -175,7 +175,7 @@ def _write(engine: Any, target: Path) -> dict[str, dict[str, Any]]:
         sync(file)
         return {file.name: file_entry(file)}
     except (OSError, SafetensorError) as error:
-        raise cannot_write(file, error, sum(each.nbytes for each in tensors.values())) from error
+        raise write_error(file, error, sum(each.nbytes for each in tensors.values())) from error
 
 
 def _newest_whole(folder: Path) -> Checkpoint | None:

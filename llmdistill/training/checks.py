@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
-from llmdistill.files import byte_size, nearest
+from llmdistill.files import byte_size, nearest_folder
 from llmdistill.models.families import max_positions
 from llmdistill.models.forms import FORMS, learns_by_a_form
 from llmdistill.students.counting import build_reference
@@ -126,7 +126,7 @@ def check_disk(plan: Plan) -> None:
     """Raise a UserError if the disk has no room for what a run will still write; rank 0 only."""
     if (plan.folder / "student").is_dir():  # what is left to write are scores and reports
         return
-    need, there = DiskNeed.of(plan), nearest(plan.folder)
+    need, there = DiskNeed.of(plan), nearest_folder(plan.folder)
     missing = need.total - _held(plan.folder)
     free = shutil.disk_usage(there).free
     if missing > free:

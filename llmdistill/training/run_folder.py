@@ -16,7 +16,7 @@ from llmdistill.config.marks import marked
 from llmdistill.config.teacher import OneTeacher
 from llmdistill.data.references import data_fingerprint
 from llmdistill.errors import UserError
-from llmdistill.files import cannot_write, is_unused, remove_abandoned, write_json
+from llmdistill.files import is_unused, remove_abandoned, write_error, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
@@ -215,7 +215,7 @@ def claim_folder(config: RunConfig, *, may_go_on: bool = False) -> Iterator[None
                 if each.is_dir():
                     remove_abandoned(each)
         except OSError as error:
-            raise cannot_write(folder, error) from error
+            raise write_error(folder, error) from error
 
     try:
         on_main(claim)

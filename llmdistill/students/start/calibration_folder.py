@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llmdistill.artifacts import compare_records, read_record
 from llmdistill.errors import UserError
-from llmdistill.files import cannot_write, is_unused, remove_abandoned, share, temporary_folder, write_json
+from llmdistill.files import is_unused, remove_abandoned, share, temporary_folder, write_error, write_json
 from llmdistill.fingerprints import file_damage, file_entry
 from llmdistill.students.start.moments import Begun
 from llmdistill.students.start.weighted import WeightedSVD
@@ -41,7 +41,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
             write_json(file.with_suffix(".json"), file_entry(part))
             os.replace(part, file)
     except (OSError, SafetensorError) as error:
-        raise cannot_write(file, error) from error
+        raise write_error(file, error) from error
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None:

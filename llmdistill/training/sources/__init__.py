@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.teacher import TeacherConfig
 from llmdistill.errors import UserError
-from llmdistill.plugins import loaded
+from llmdistill.plugins import load_plugins
 from llmdistill.training.sources.entry import TeacherSource
 from llmdistill.training.sources.server import ServerSource
 
@@ -29,4 +29,4 @@ def source_of(teacher: TeacherConfig) -> TeacherSource | None:
     return TEACHERS[teacher.source]
 
 
-TEACHERS |= loaded("llmdistill.teachers", OWN)  # last, because the packages import the names above
+TEACHERS |= load_plugins("llmdistill.teachers", OWN)  # last, because the packages import the names above

@@ -12,7 +12,7 @@ from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits
 from llmdistill.data.sampler import Share
-from llmdistill.data.stream import ExampleStream, StreamLoader, shuffled
+from llmdistill.data.stream import ExampleStream, StreamLoader, shuffle
 from llmdistill.errors import UserError
 
 from support import ThreadRanks, check_steps, write_rows
@@ -50,7 +50,7 @@ def walked(loader: StreamLoader, steps: int) -> list[str]:
 
 def test_the_buffer_is_what_mixes():
     def order(size: int, seed: int = 0) -> list[int]:
-        return list(shuffled(range(1000), size, np.random.default_rng(seed)))
+        return list(shuffle(range(1000), size, np.random.default_rng(seed)))
 
     assert order(1) == list(range(1000)), "one that is held can change places with none"
     assert order(100) != order(100, seed=1)

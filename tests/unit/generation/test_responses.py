@@ -26,7 +26,7 @@ from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.generation import response_file, responses
 from llmdistill.generation.response_file import check_teacher, parts_folder, provenance_file, read_batches
 from llmdistill.generation.responses import generate_responses
-from llmdistill.generation.vllm_engine import choose_engine, shares
+from llmdistill.generation.vllm_engine import choose_engine, tensor_parallel_size
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 
@@ -359,4 +359,4 @@ def test_vllm_is_refused_with_the_reason_and_auto_does_without_it(vllm, teacher,
 @pytest.mark.parametrize(("heads", "groups", "gpus", "expected"), [(32, 8, 6, 4), (9, 3, 2, 1), (16, 2, 8, 8)])
 def test_the_heads_decide_over_how_many_gpus_a_model_is_split(heads, groups, gpus, expected):
     config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=groups, hidden_size=heads * 8)
-    assert shares(config, gpus) == expected
+    assert tensor_parallel_size(config, gpus) == expected

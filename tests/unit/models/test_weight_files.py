@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from llmdistill.artifacts import entries_damage, entries_of
 from llmdistill.errors import UserError
-from llmdistill.files import leads_out
+from llmdistill.files import is_outside
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import check_files, load_model
 from llmdistill.models.sentences import has_dense, load_dense, save_pooling
@@ -181,7 +181,7 @@ def test_the_links_of_the_hub_cache_lead_to_its_blobs(folder, tmp_path):
         shutil.copy(file, blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     load_model(snapshot, dtype=torch.float32)
-    assert leads_out(snapshot, "../../blobs/0")  # a name is no link
+    assert is_outside(snapshot, "../../blobs/0")  # a name is no link
 
 
 def test_a_model_of_the_hub_with_a_pickle_in_its_index(folder, tmp_path, monkeypatch):

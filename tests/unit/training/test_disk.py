@@ -14,7 +14,7 @@ import llmdistill
 from llmdistill.cli import main as llmdistill_command
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
-from llmdistill.files import new_folder, refused_by_system, write_json
+from llmdistill.files import explain_refusal, new_folder, write_json
 from llmdistill.methods import METHODS
 from llmdistill.tasks import instruction_scores
 from llmdistill.train import main
@@ -110,4 +110,4 @@ def test_what_a_library_says_of_the_disk_is_understood(tmp_path: Path, number: i
     words = os.strerror(number)
     with pytest.raises(UserError, match=rf"/student: .*{words.lower()}"), new_folder(tmp_path / "student"):
         raise RuntimeError(f"Error while serializing: I/O error: {words} (os error {number})")
-    assert refused_by_system(ValueError("other")) is None
+    assert explain_refusal(ValueError("other")) is None
