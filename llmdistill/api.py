@@ -33,7 +33,6 @@ from llmdistill.models.load import load_model
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.runtime.distributed import World, init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
-from llmdistill.serving.export import ExportTo
 from llmdistill.serving.export import export as export_student
 from llmdistill.students.convert import compress_model
 from llmdistill.students.search import needs_search, search
@@ -178,10 +177,10 @@ def export(
     student: Model,
     output: str | Path,
     *,
-    to: ExportTo = "dense",
+    to: str = "dense",
     int8: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    **bits: Any,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Write a student for programs that have no llmdistill, or with weights of few bits.
 
@@ -191,10 +190,11 @@ def export(
     Args:
         student: a factorized student, for ONNX and few bits any model. A student in memory is not changed.
         output: a new folder. It gets its name when its outputs have been compared with the student's.
-        to: dense is a stock Hugging Face model; onnx keeps the factors; int8 and int4 round the layers' linears.
+        to: dense is a stock Hugging Face model; onnx keeps the factors; int8 and int4 round the layers' linears. Forms
+            of other packages (llmdistill.forms) add their own.
         int8: with onnx, also a file of int8 matrices.
         tokenizer: the tokenizer of a student in memory; by default that of the folder it was loaded from.
-        **bits: group_size and packed, as the settings of a run have them, with int8 and int4.
+        **settings: of the form, as a run has them: group_size and packed for int8 and int4.
 
     Returns:
         output, params (the number of parameters), largest_difference of an output, and more for ONNX and few bits.
@@ -203,7 +203,7 @@ def export(
         UserError: the student does not suit, a package is missing, `output` is not empty, or the outputs differ.
     """
     check_models(student=student)
-    return export_student(student, output, to=to, int8=int8, bits=bits, tokenizer=tokenizer)
+    return export_student(student, output, to=to, int8=int8, settings=settings, tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
@@ -166,18 +166,22 @@ def export(arguments: Sequence[str]) -> None:
     )
     text = "onnx: the factors are kept, and size and speed are measured beside the dense model; also for stock models. "
     text += "dense: the factors are multiplied out, to a stock Hugging Face model of the teacher's size and speed. "
-    text += "int8, int4: the weights of the layers' linears are rounded by torchao, those of factors too."
-    parser.add_argument("--to", type=Literal["dense", "onnx", "int8", "int4"], required=True, help=text)
+    text += "int8, int4: the weights of the layers' linears are rounded by torchao, those of factors too. "
+    text += "Packages with forms of their own (llmdistill.forms) add other names."
+    parser.add_argument("--to", type=str, required=True, help=text)
     parser.add_argument("--int8", action="store_true", help="With --to onnx: also a file with int8 matrices.")
     parser.add_class_arguments(QuantizeConfig, None, skip={"weights", "packed"})
     parser.add_argument("--packed", action="store_true", help="With --to int4: two weights in a byte, for llmdistill.")
+    text = "With --to a form of another package: its settings, such as --settings.share 0.5."
+    parser.add_argument("--settings", type=dict[str, Any], default={}, help=text)
     parser.add_argument("--model", type=str, required=True, help="Student folder, such as runs/quickstart/student.")
     parser.add_argument("--output", type=str, required=True, help="New folder.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parsed = parse(parser, arguments)
     quiet_transformers()
     bits = {"group_size": parsed.group_size, "packed": parsed.packed}
-    _show(llmdistill.export(parsed.model, parsed.output, to=parsed.to, int8=parsed.int8, **bits), parsed.json)
+    settings = {**{name: value for name, value in bits.items() if value}, **parsed.settings}
+    _show(llmdistill.export(parsed.model, parsed.output, to=parsed.to, int8=parsed.int8, **settings), parsed.json)
     if parsed.to == "dense" and not parsed.json:
         print_result("The factors are multiplied out: this model has the teacher's size and speed again.")
 

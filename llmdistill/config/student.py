@@ -201,6 +201,9 @@ class StudentConfig:
     """The adapters."""
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     """Weights of few bits."""
+    forms: dict[str, Any] | None = None
+    """Further forms that the student has, which installed packages bring as entry points of llmdistill.forms: the
+    settings of each under its name, such as {pruned: {share: 0.5}}."""
 
     @property
     def teacher_layers(self) -> str:
@@ -227,4 +230,5 @@ class StudentConfig:
             assistant_training={},
             factorize=factorize,
             quantize=self.quantize if shape is None else QuantizeConfig(),  # assistants teach in full precision
+            forms=self.forms if shape is None else None,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmdistill.config import LoraConfig, StudentConfig
+from llmdistill.config import LoraConfig
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 from llmdistill.models.families import layers_of
@@ -271,22 +271,24 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
 class Adapters(StudentForm):
     """LoRA: adapters learn alone, and a saved student has them merged."""
 
-    def describe(self, settings: StudentConfig) -> str:
-        rank = settings.lora.rank
-        return "" if rank is None else f", adapters of rank {rank} alone are trained"
+    settings = LoraConfig
 
-    def is_all_that_learns(self, settings: StudentConfig) -> bool:
-        return settings.lora.rank is not None
+    def is_chosen(self, settings: LoraConfig) -> bool:
+        return settings.rank is not None
 
-    def add(self, model: PreTrainedModel, settings: StudentConfig, seed: int) -> None:
-        if settings.lora.rank is not None:
-            add_lora(model, settings.lora, seed)
+    def describe(self, settings: LoraConfig) -> str:
+        return f", adapters of rank {settings.rank} alone are trained"
 
-    def finish(self, model: PreTrainedModel, settings: StudentConfig, state: dict[str, Tensor]) -> None:
-        if settings.lora.rank is not None:
-            add_lora(model, settings.lora, seed=0)  # the seed is irrelevant: the trained adapters replace these
-            load_adapters(model, state)
-            merge_lora(model)
+    def is_all_that_learns(self) -> bool:
+        return True
+
+    def add(self, model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
+        add_lora(model, settings, seed)
+
+    def finish(self, model: PreTrainedModel, settings: LoraConfig, state: Mapping[str, Tensor]) -> None:
+        add_lora(model, settings, seed=0)  # the seed is irrelevant: the trained adapters replace these
+        load_adapters(model, state)
+        merge_lora(model)
 
 
 def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
@@ -341,7 +343,7 @@ def merge_lora(model: PreTrainedModel) -> None:
     model.requires_grad_(True)
 
 
-def load_adapters(model: PreTrainedModel, state: dict[str, Tensor]) -> None:
+def load_adapters(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Load the adapters that `add_lora` added from a state dict of these alone; raises RuntimeError if it differs."""
     wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if wanted != state.keys():

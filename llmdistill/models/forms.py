@@ -2,44 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import StudentConfig
+from llmdistill.errors import UserError
 from llmdistill.models.adapters import Adapters
 from llmdistill.models.quantized import FewBits
-from llmdistill.models.student_form import StudentForm
+from llmdistill.models.student_form import SavedSize, StudentForm
+from llmdistill.plugins import load_plugins
 
-FORMS: list[StudentForm] = [Adapters(), FewBits()]
-"""In the order in which they are added. A new one is a file with its class, and an entry here."""
+OWN: dict[str, StudentForm] = {"lora": Adapters(), "quantize": FewBits()}
+"""Those of llmdistill, by their sections of settings: student.lora and student.quantize."""
+FORMS: dict[str, StudentForm] = dict(OWN)
+"""All in the order in which they are added; those of other packages have their settings under student.forms."""
 
 
-def describe(settings: StudentConfig) -> str:
+def chosen_forms(student: StudentConfig) -> list[tuple[StudentForm, Any]]:
+    """Return the forms that a student has, each with its settings.
+
+    Raises:
+        UserError: student.forms names a form that is not installed, or a setting that it does not have.
+    """
+    further: dict[str, dict[str, Any]] = {}
+    for key, value in (student.forms or {}).items():
+        name, _, setting = key.partition(".")  # of a command line, where student.forms.pruned.share is one setting
+        if name not in FORMS or name in OWN:
+            raise UserError(
+                f"student.forms.{name}: no installed package has an entry point of this name in llmdistill.forms"
+                f"{did_you_mean(name, FORMS.keys() - OWN)}"
+            )
+        if not setting and not isinstance(value, dict | None):
+            raise UserError(
+                f"student.forms.{name} is {value!r}: give its settings, such as student.forms.{name}: {{...}}"
+            )
+        further[name] = {**further.get(name, {}), **({setting: value} if setting else value or {})}
+    own = [(form, getattr(student, name)) for name, form in OWN.items()]
+    others = [
+        (form, read_settings(form, further[name], key=f"student.forms.{name}"))
+        for name, form in FORMS.items()
+        if name in further
+    ]
+    return [(form, settings) for form, settings in [*own, *others] if form.is_chosen(settings)]
+
+
+def read_settings(form: StudentForm, values: Mapping[str, Any], *, key: str) -> Any:
+    """Return the settings of a form from values by name; raise a UserError, which names `key`, if they do not fit."""
+    from llmdistill.config.command_line import changed  # so that loading a model does not wait for jsonargparse
+
+    return changed(form.settings(), values, key=key)
+
+
+def describe(student: StudentConfig) -> str:
     """Return what the forms add to the first lines of a run."""
-    return "".join(form.describe(settings) for form in FORMS)
+    return "".join(form.describe(settings) for form, settings in chosen_forms(student))
 
 
-def adapt(model: PreTrainedModel, settings: StudentConfig, seed: int) -> None:
+def adapt(model: PreTrainedModel, student: StudentConfig, seed: int) -> None:
     """Prepare a student for training, in place."""
-    for form in FORMS:
+    for form, settings in chosen_forms(student):
         form.add(model, settings, seed)
 
 
-def learns_by_a_form(settings: StudentConfig) -> bool:
+def learns_by_a_form(student: StudentConfig) -> bool:
     """Return whether only the parameters of a form are trained."""
-    return any(form.is_all_that_learns(settings) for form in FORMS)
+    return any(form.is_all_that_learns() for form, _ in chosen_forms(student))
+
+
+def saved_size(
+    params: int, element_bytes: int, student: StudentConfig, build: Callable[[], PreTrainedModel]
+) -> SavedSize:
+    """Return the size of a saved student with its forms, from its number of parameters without them.
+
+    `build` makes the student on the meta device, with its factors, in the dtype that it is saved in.
+    """
+    size = SavedSize(params=params, bytes=params * element_bytes)
+    for form, settings in chosen_forms(student):
+        size = form.saved_size(size, settings, build)
+    return size
 
 
 @torch.no_grad()
-def finish(model: PreTrainedModel, settings: StudentConfig, state: dict[str, Tensor]) -> None:
+def finish(model: PreTrainedModel, student: StudentConfig, state: dict[str, Tensor]) -> None:
     """Give an untrained student the weights that were trained, and the form in which it is saved, in place."""
-    if not learns_by_a_form(settings):
+    if not learns_by_a_form(student):
         model.load_state_dict(state)
-    for form in FORMS:
+    for form, settings in chosen_forms(student):
         form.finish(model, settings, state)
+
+
+def exported_forms() -> dict[str, StudentForm]:
+    """Return the forms that a model can be exported in, by what `llmdistill export --to` calls them."""
+    return {to: form for form in FORMS.values() for to in form.exports}
 
 
 def saved_form(config: PreTrainedConfig) -> StudentForm | None:
@@ -49,10 +108,13 @@ def saved_form(config: PreTrainedConfig) -> StudentForm | None:
 
 def form_of(saved: Any) -> StudentForm | None:
     """Return the form of a model with this quantization_config."""
-    return next((form for form in FORMS if form.saved_as(saved) is not None), None)
+    return next((form for form in FORMS.values() if form.saved_as(saved) is not None), None)
 
 
 def remove_forms(model: PreTrainedModel) -> None:
     """Replace the forms of a model by ordinary weights, in place; factors stay factors."""
-    for form in FORMS:
+    for form in FORMS.values():
         form.remove(model)
+
+
+FORMS |= load_plugins("llmdistill.forms", OWN)  # last, because the packages import the names above

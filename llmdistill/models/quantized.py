@@ -8,7 +8,8 @@ with it loses nothing when it is converted.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,11 +19,11 @@ from transformers.integrations.torchao import TorchAoDeserialize
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
-from llmdistill.config.student import QuantizeConfig, StudentConfig
+from llmdistill.config.student import QuantizeConfig
 from llmdistill.errors import UserError, install_command
 from llmdistill.internals.transformers_names import set_weight_conversions, weight_conversions
 from llmdistill.models.general import in_lists
-from llmdistill.models.student_form import StudentForm, is_size
+from llmdistill.models.student_form import SavedSize, StudentForm, is_size
 
 DEFAULT_GROUPS = {"int8": None, "int4": 32}
 """Default group sizes; None is the whole row."""
@@ -127,18 +128,23 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
 def _transform(model: PreTrainedModel, settings: QuantizeConfig, transform: Callable[[Any], Any]) -> None:
     from torchao.quantization import quantize_
 
-    names = quantized_linears(model)
-    group_size = settings.group_size or DEFAULT_GROUPS[settings.weights]
-    # torchao cuts a row only into equal groups; a linear whose rows do not divide gets one scale a row.
-    grouped = {
-        name for name in names if group_size and cast(Any, model.get_submodule(name)).in_features % group_size == 0
-    }
-    for chosen, size in ((grouped, group_size), (set(names) - grouped, None)):
+    names_by_group_size: dict[int | None, set[str]] = {}
+    for name in quantized_linears(model):
+        size = _group_size(settings, cast(nn.Linear, model.get_submodule(name)).in_features)
+        names_by_group_size.setdefault(size, set()).add(name)
+    for size, chosen in names_by_group_size.items():
         quantize_(
             model,
             transform(_make_torchao_config(settings.weights, size)),
             lambda _, name, chosen=chosen: name in chosen,
         )
+
+
+def _group_size(settings: QuantizeConfig, inputs: int) -> int | None:
+    """Return how many weights of a row share a scale; None is the whole row."""
+    group_size = settings.group_size or DEFAULT_GROUPS[settings.weights]
+    # torchao cuts a row only into equal groups; a linear whose rows do not divide gets one scale a row.
+    return group_size if group_size is not None and inputs % group_size == 0 else None
 
 
 def _make_torchao_config(weights: str, group_size: int | None) -> Any:
@@ -226,6 +232,7 @@ class _Unpack(TorchAoDeserialize):
 class FewBits(StudentForm):
     """Linears of few bits: a student learns with weights that are rounded in every forward pass."""
 
+    settings = QuantizeConfig
     key = "quantize"
     extra = "quantize"
     package = "torchao"
@@ -233,24 +240,39 @@ class FewBits(StudentForm):
         "Weights of few bits run in transformers; for other servers `llmdistill export --to dense` makes floats of "
         "them, and multiplies factors out."
     )
+    exports = ("int8", "int4")
 
-    def describe(self, settings: StudentConfig) -> str:
-        return "" if settings.quantize.weights == "none" else f", linears in {settings.quantize.weights}"
+    def is_chosen(self, settings: QuantizeConfig) -> bool:
+        return settings.weights != "none"
 
-    def check(self, settings: StudentConfig, build: Callable[[], PreTrainedModel]) -> None:
-        if settings.quantize.weights == "none":
-            return
-        check_torchao(f"student.quantize.weights {settings.quantize.weights}")
-        if settings.model is not None or settings.shape is not None:  # factors are linears in any case
-            quantized_linears(build())
+    def describe(self, settings: QuantizeConfig) -> str:
+        return f", linears in {settings.weights}"
 
-    def add(self, model: PreTrainedModel, settings: StudentConfig, seed: int) -> None:
-        if settings.quantize.weights != "none":
-            fake_quantize(model, settings.quantize)
+    def check(self, settings: QuantizeConfig, build: Callable[[], PreTrainedModel]) -> None:
+        check_torchao(f"student.quantize.weights {settings.weights}")
+        quantized_linears(build())
 
-    def finish(self, model: PreTrainedModel, settings: StudentConfig, state: dict[str, Tensor]) -> None:
-        if settings.quantize.weights != "none":
-            quantize(model, settings.quantize)
+    def add(self, model: PreTrainedModel, settings: QuantizeConfig, seed: int) -> None:
+        fake_quantize(model, settings)
+
+    def saved_size(self, size: SavedSize, settings: QuantizeConfig, build: Callable[[], PreTrainedModel]) -> SavedSize:
+        model = build()
+        is_factorized = getattr(model.config, "quantization_config", None) is not None
+        is_packed = settings.packed or (settings.weights == "int4" and is_factorized)
+        bytes = size.bytes
+        for name in quantized_linears(model):
+            outputs, inputs = cast(nn.Linear, model.get_submodule(name)).weight.shape
+            group_size = _group_size(settings, inputs)
+            groups = outputs * (1 if group_size is None else inputs // group_size)
+            rounded = -(-outputs * inputs // 2) if is_packed else outputs * inputs
+            bytes += rounded + groups * (model.dtype.itemsize + 1) - outputs * inputs * model.dtype.itemsize
+        return replace(size, bytes=bytes)
+
+    def finish(self, model: PreTrainedModel, settings: QuantizeConfig, state: Mapping[str, Tensor]) -> None:
+        quantize(model, settings)
+
+    def export_settings(self, to: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**given, "weights": to}
 
     def saved_as(self, saved: Any) -> str | None:
         return _bits_of_saved(saved)

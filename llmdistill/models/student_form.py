@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
-
-from llmdistill.config.student import StudentConfig
 
 
 def is_size(value: object) -> bool:
@@ -17,13 +16,31 @@ def is_size(value: object) -> bool:
     return type(value) is int and 1 <= value < 2**31
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedSize:
+    """How large a saved student is."""
+
+    params: int
+    """The number of its parameters."""
+    bytes: int
+    """Bytes of its weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSettings:
+    """The settings of a form that has none."""
+
+
 class StudentForm:
-    """A form that a student has if its settings ask for it. Every method may stay as it is here, and then does nothing.
+    """A form that a student has if its settings choose it. Every method may stay as it is here, and then does nothing.
 
     The forms are applied in the order of the table `forms.FORMS`, over the factors (`students.kinds`) or the dense
-    matrices, and a student may have several; pairs that exclude each other are in `training.rules`.
+    matrices, and a student may have several; pairs that exclude each other are in `training.rules`. What methods get
+    as `settings` are those of the form itself.
     """
 
+    settings: ClassVar[type[Any]] = NoSettings
+    """Frozen keyword-only dataclass of the form's settings, which a run has under student.forms.NAME."""
     key: ClassVar[str | None] = None
     """The key under quantization_config of llmdistill in config.json; None if a saved student has nothing of the form.
     """
@@ -32,27 +49,44 @@ class StudentForm:
     package: ClassVar[str] = ""
     serving: ClassVar[str] = ""
     """A sentence of the model card that says where such a student is served."""
+    exports: ClassVar[tuple[str, ...]] = ()
+    """What `llmdistill export --to` calls a model in this form, such as int8; empty if no model is exported so."""
 
-    def describe(self, settings: StudentConfig) -> str:
-        """Return what the first lines of a run add to the student, such as `, linears in int4`."""
+    def is_chosen(self, settings: Any) -> bool:
+        """Return whether these settings choose the form; those under student.forms always do."""
+        return True
+
+    def describe(self, settings: Any) -> str:
+        """Return what the first lines of a run and the card of an export add to the student, such as
+        `, linears in int4`.
+        """
         return ""
 
-    def check(self, settings: StudentConfig, build: Callable[[], PreTrainedModel]) -> None:
-        """Raise a UserError if a package is missing, or if the student that `build` makes on the meta device cannot
-        have the form.
+    def check(self, settings: Any, build: Callable[[], PreTrainedModel]) -> None:
+        """Raise a UserError if a package is missing, or if the student that `build` makes on the meta device, with its
+        factors, cannot have the form.
         """
 
-    def is_all_that_learns(self, settings: StudentConfig) -> bool:
+    def is_all_that_learns(self) -> bool:
         """Return whether only the parameters of the form are trained, so that checkpoints hold these."""
         return False
 
-    def add(self, model: PreTrainedModel, settings: StudentConfig, seed: int) -> None:
+    def add(self, model: PreTrainedModel, settings: Any, seed: int) -> None:
         """Give a student the form in which it learns, in place."""
 
-    def finish(self, model: PreTrainedModel, settings: StudentConfig, state: dict[str, Tensor]) -> None:
-        """Give a student the form in which it is saved, in place. `state` is what was trained, of every parameter or,
-        with `is_all_that_learns`, of this form's.
+    def saved_size(self, size: SavedSize, settings: Any, build: Callable[[], PreTrainedModel]) -> SavedSize:
+        """Return the size of a saved student with the form, from that without it; `build` is that of `check`."""
+        return size
+
+    def finish(self, model: PreTrainedModel, settings: Any, state: Mapping[str, Tensor]) -> None:
+        """Give a student the form in which it is saved, in place; `llmdistill export` does so with any model.
+
+        `state` is what was trained, of every parameter or, with `is_all_that_learns`, of this form's.
         """
+
+    def export_settings(self, to: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings by name with which a model is exported `to` one of `exports`."""
+        return given
 
     def saved_as(self, saved: Any) -> str | None:
         """Return how a model with this quantization_config has the form, such as int4; None if it does not have it."""

@@ -27,8 +27,7 @@ from llmdistill.step.tapped import tapped
 from llmdistill.step.teacher import Teacher
 from llmdistill.students.counting import build_reference
 from llmdistill.students.install import install
-from llmdistill.students.sizes import plan as plan_factorization
-from llmdistill.students.sizes import plan_embedding
+from llmdistill.students.sizes import plan_student
 from llmdistill.tasks.base import Task
 from llmdistill.training.plan import Plan
 
@@ -71,13 +70,9 @@ def build_models(plan: Plan) -> ForecastModels:
     """Build a run's models on the meta device; raise UserError if the student's sizes follow from weights or data."""
     student = _build_on_meta(plan.models.student, plan.models.student_head, plan.task)
     settings = plan.config.student
-    if settings.model is None:
-        reference, factorize = build_reference(plan.models.student), settings.factorize
-        if settings.shape is not None:
-            install(student, plan_embedding(reference, factorize, settings.method))
-        else:  # ranks chosen by data have the same number of parameters as uniform ones
-            uniform = replace(factorize, allocation="uniform")
-            install(student, plan_factorization(reference, uniform, settings.method))
+    planned = plan_student(build_reference(plan.models.student), settings)
+    if planned is not None:
+        install(student, planned)
     cast_parameters(student, plan.models.dtype)
     adapt(student, settings, plan.config.seed)
     teacher = None

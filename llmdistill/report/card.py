@@ -195,10 +195,10 @@ def _without_line_breaks(text: str) -> str:
     return " ".join(text.split())
 
 
-def write_export_card(student: Path, folder: Path, difference: float, *, to: str) -> None:
+def write_export_card(student: Path, folder: Path, difference: float, *, to: str, description: str = "") -> None:
     """Write the card of an export: that of the student's folder, if one can be read there, with another way to load it.
 
-    `difference` is the largest one of an output from the student's.
+    `difference` is the largest one of an output from the student's, and `description` what its form says of itself.
     """
     if not (student / CARD).is_file():
         return
@@ -206,7 +206,7 @@ def write_export_card(student: Path, folder: Path, difference: float, *, to: str
     how = {
         "onnx": "This is the ONNX of the student, with its factors kept.",
         "dense": "This is the student with its factors multiplied out: a stock model of the teacher's size and speed.",
-    }.get(to, f"This is the student with the weights of its layers' linears in {to}.")
+    }.get(to, f"This is the student{description}.")
     try:
         card = ModelCard.load(student / CARD, ignore_metadata_errors=True)
     except _UNREADABLE:

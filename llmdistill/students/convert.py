@@ -112,8 +112,7 @@ def factorize(
         base.get_submodule(name).load_state_dict(each, strict=False)  # without the bias
     if of_embedding:
         model.get_input_embeddings().load_state_dict(of_embedding, strict=False)
-    of_config: dict[str, Any] = {"modules": named.sizes, kind.embedding_key: named.embedding}
-    model.config.quantization_config = FactorizedConfig(named.method, **of_config)
+    model.config.quantization_config = FactorizedConfig.of(named)
 
 
 def compress_model(

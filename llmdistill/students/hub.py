@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from llmdistill.models.student_form import StudentForm
+    from llmdistill.students.kinds import Factorization
 
 NAME = "llmdistill"
 """`quant_method` in a student's config.json."""
@@ -60,7 +61,7 @@ class FactorizedConfig(QuantizationConfigMixin):
         if not isinstance(method, str) or method not in KINDS:
             raise _unknown(f"method {method!r}")
         kind = KINDS[method]
-        forms = {form.key: form for form in FORMS if form.key is not None}
+        forms = {form.key: form for form in FORMS.values() if form.key is not None}
         unknown = more.keys() - {kind.embedding_key, *forms}
         if unknown:
             raise _unknown(f"keys {sorted(unknown)}")
@@ -82,6 +83,14 @@ class FactorizedConfig(QuantizationConfigMixin):
             if not form.is_valid(more[key]):
                 raise _unknown(f"{key} {more[key]!r}")
             setattr(self, key, more[key])
+
+    @classmethod
+    def of(cls, factorization: Factorization) -> FactorizedConfig:
+        """Return what config.json says of a factorization."""
+        from llmdistill.students.kinds import KINDS
+
+        embedding: dict[str, Any] = {KINDS[factorization.method].embedding_key: factorization.embedding}
+        return cls(factorization.method, dict(factorization.sizes), **embedding)
 
     def install(self, model: PreTrainedModel) -> None:
         """Replace named modules of a dense model by factorized ones with random weights, also on the meta device."""

@@ -14,12 +14,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.student import Form
+from llmdistill.config.student import Form, StudentConfig
 from llmdistill.errors import UserError
+from llmdistill.models.adapters import cast_parameters
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name
 from llmdistill.models.load import build_meta
@@ -31,6 +33,7 @@ from llmdistill.students.counting import (
     layer_linears,
     layer_stacks,
 )
+from llmdistill.students.hub import FactorizedConfig
 from llmdistill.students.install import install, is_factorized, tied_heads, token_embedding
 from llmdistill.students.kinds import KINDS, Factorization, kind_name
 from llmdistill.students.kronecker import KroneckerShape, check_shape, dense_flops, kronecker_flops, parse_kronecker
@@ -63,6 +66,32 @@ def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd")
     check_settings(settings, method)
     embedding = plan_embedding(model, settings, method)
     return replace(embedding, sizes=_ranks(model, settings) if method == "svd" else _shapes(model, settings))
+
+
+def build_planned(config: PreTrainedConfig, settings: StudentConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a run's student on the meta device with its factors, as papers count its parameters.
+
+    `config` is that of the student if it is given or has a shape, else that of the teacher. Raises UserError as `plan`.
+    """
+    student = build_reference(config)
+    planned = plan_student(student, settings)
+    if planned is not None:
+        install(student, planned)
+        student.config.quantization_config = FactorizedConfig.of(planned)
+    cast_parameters(student, dtype)
+    return student
+
+
+def plan_student(model: PreTrainedModel, settings: StudentConfig) -> Factorization | None:
+    """Plan how a run's student is factorized, from the dense model; None for a student that is given.
+
+    Ranks that the data decide are planned as a single one, which has about as many parameters.
+    """
+    if settings.model is not None:
+        return None
+    if settings.shape is not None:
+        return plan_embedding(model, settings.factorize, settings.method)
+    return plan(model, replace(settings.factorize, allocation="uniform"), settings.method)
 
 
 def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: str) -> Factorization:

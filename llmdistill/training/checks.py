@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,8 @@ from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.files import byte_size, nearest_folder
 from llmdistill.models.families import max_positions
-from llmdistill.models.forms import FORMS, learns_by_a_form
-from llmdistill.students.counting import build_reference
+from llmdistill.models.forms import chosen_forms, learns_by_a_form
+from llmdistill.students.sizes import build_planned
 from llmdistill.teachers.rows import Request
 from llmdistill.training.rules import check_choices, clash
 
@@ -29,8 +30,8 @@ STATE_BYTES = 12
 def check_plan(plan: Plan) -> None:
     """Raise a UserError if the settings of a run do not fit its models, data or method, or each other."""
     check_choices(plan)
-    for form in FORMS:
-        form.check(plan.config.student, partial(build_reference, plan.models.student))
+    for form, settings in chosen_forms(plan.config.student):
+        form.check(settings, partial(build_planned, plan.models.student, plan.config.student, plan.models.dtype))
     if plan.source is not None:
         plan.source.check_plan(plan)
 
@@ -89,9 +90,13 @@ class DiskNeed:
     checkpoints: int
     """The number of them, with the one that is written before the oldest is deleted."""
     student: int
+    """A student without its forms."""
     students: int
-    """The number of them: untrained, trained, the one that a server gets (data.rollout.url), and with train.keep_best
-    the best one and its successor."""
+    """The number of them: untrained, and the one that a server gets (data.rollout.url)."""
+    trained: int
+    """A trained student, in the forms in which it is saved."""
+    trained_students: int
+    """The number of them: the last one, and with train.keep_best the best one and its successor."""
 
     @classmethod
     def of(cls, plan: Plan) -> DiskNeed:
@@ -104,17 +109,25 @@ class DiskNeed:
             checkpoint=STATE_BYTES * params if saves and not learns_by_a_form(config.student) else 0,
             checkpoints=config.train.keep_checkpoints + 1 if saves else 0,
             student=params * plan.models.dtype.itemsize,
-            students=made + int(plan.trains) + best + int(config.data.rollout.url is not None),
+            students=made + int(config.data.rollout.url is not None),
+            trained=plan.models.sizes["saved_bytes"],
+            trained_students=int(plan.trains) + best,
         )
 
     @property
     def total(self) -> int:
         """All of it, in bytes."""
-        return self.checkpoints * self.checkpoint + self.students * self.student
+        students = self.students * self.student + self.trained_students * self.trained
+        return self.checkpoints * self.checkpoint + students
 
     def __str__(self) -> str:
         """Say it as part of a sentence."""
-        parts = [(self.checkpoints, "checkpoint", self.checkpoint), (self.students, "student", self.student)]
+        students = Counter({self.student: self.students})
+        students[self.trained] += self.trained_students
+        parts = [
+            (self.checkpoints, "checkpoint", self.checkpoint),
+            *((number, "student", size) for size, number in students.items()),
+        ]
         return " and ".join(
             f"{number} {what}{'s' if number > 1 else ''} of {byte_size(size)}"
             for number, what, size in parts

@@ -45,6 +45,7 @@ from llmdistill.training.headline import headline
 from llmdistill.training.log import RunLog, check_log
 from llmdistill.training.plan import Plan, make_plan
 from llmdistill.training.provenance import write_run_card
+from llmdistill.training.resolved import saved_sizes
 from llmdistill.training.run_folder import claim_folder, finished_metrics, run_warnings, scores_asked
 from llmdistill.training.teachers import TeacherOnDemand
 from llmdistill.training.trackers import monitors
@@ -127,8 +128,10 @@ def execute(plan: Plan, data: TaskData) -> None:
     if not plan.runs_teacher:
         teacher.release()
     # Ranks that the calibration data decide are not known before.
-    params = count_parameters(build_reference(load_config(untrained)))
-    plan = replace(plan, models=replace(plan.models, sizes={**plan.models.sizes, "student_params": params}))
+    reference = build_reference(load_config(untrained))
+    params = count_parameters(reference)
+    sizes = {"student_params": params, **saved_sizes(params, plan.config.student, plan.models.dtype, lambda: reference)}
+    plan = replace(plan, models=replace(plan.models, sizes={**plan.models.sizes, **sizes}))
     score("untrained", untrained)
 
     if plan.trains:
@@ -224,6 +227,9 @@ def _report(
         record["teacher_origin"] = plan.models.teacher_origin
     kept = read_best(plan.folder)
     results = data.results(summaries, log, plan.models.sizes)
+    left_out = plan.models.sizes["student_params"] - plan.models.sizes["saved_params"]
+    if left_out and "student" in results:
+        results["student"] = {**results["student"], "params": results["student"]["params"] - left_out}
     metrics = {
         **results,
         "asked": scores_asked(plan.config),

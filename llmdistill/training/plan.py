@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from llmdistill.runtime.ds_check import check_ds_config, check_zero
 from llmdistill.runtime.ds_config import is_shipped, read_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
 from llmdistill.runtime.launch import launched_ranks
+from llmdistill.students.sizes import build_planned
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Task
 from llmdistill.training.checks import check_plan
@@ -33,6 +35,7 @@ from llmdistill.training.resolved import (
     has_copied_classifier,
     heads_of,
     model_config,
+    saved_sizes,
     student_of,
     teacher_path,
     teachers_of,
@@ -199,7 +202,9 @@ def _plan_models(config: RunConfig, task: Task, dtype: str, before: Plan | None,
     else:
         teacher = model_config(task, "teacher.model", config.teacher.model, pending)
     student, sizes = student_of(config.student, task, teacher, pending)
-    return _Models(teachers, teacher, student, sizes)
+    as_planned = partial(build_planned, student, config.student, TORCH_DTYPES[dtype])
+    saved = saved_sizes(sizes["student_params"], config.student, TORCH_DTYPES[dtype], as_planned)
+    return _Models(teachers, teacher, student, {**sizes, **saved})
 
 
 def _plan_method(config: RunConfig, task: Task, models: _Models) -> tuple[Method, Objective]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.config import OneTeacher, RunConfig, StudentConfig
 from llmdistill.embedded import locate
@@ -17,6 +17,7 @@ from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, Method
 from llmdistill.models.configs import load_config, local_folder
 from llmdistill.models.families import shape_of
+from llmdistill.models.forms import saved_size
 from llmdistill.models.load import Head
 from llmdistill.models.tokenizer import brings_tokenizer
 from llmdistill.runtime.devices import TORCH_DTYPES
@@ -53,7 +54,8 @@ class RunModels(Models):
     """Teacher and student of a run. Without a teacher its config and folder are those of the student."""
 
     sizes: dict[str, Any]
-    """`teacher_params`, `student_params`, `ranks` and other values of the factorization."""
+    """`teacher_params`, `student_params`, `ranks` and other values of the factorization, and `saved_params` and
+    `saved_bytes` of the student with its forms."""
     dtype: torch.dtype
     """The dtype of the student."""
     student_head: Head
@@ -122,6 +124,14 @@ def student_of(
         )
     sizes = {"method": how, "teacher_params": params[0], "student_params": params[1], "ratio": params[1] / params[0]}
     return student, {**sizes, "forward_flops": forward_flops(reference)}
+
+
+def saved_sizes(
+    params: int, settings: StudentConfig, dtype: torch.dtype, build: Callable[[], PreTrainedModel]
+) -> dict[str, int]:
+    """Return the sizes of a student as it is saved, with its forms; see `models.forms.saved_size`."""
+    size = saved_size(params, dtype.itemsize, settings, build)
+    return {"saved_params": size.params, "saved_bytes": size.bytes}
 
 
 def heads_of(

@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from llmdistill.config import TeacherConfig
+from llmdistill.config import StudentConfig, TeacherConfig
+from llmdistill.config.command_line import parse_run
 from llmdistill.errors import FieldError, UserError
 from llmdistill.losses import DIVERGENCES
 from llmdistill.methods import METHODS
 from llmdistill.methods.kd import KdConfig
 from llmdistill.models.families import FAMILIES
-from llmdistill.models.forms import FORMS
+from llmdistill.models.forms import FORMS, chosen_forms
+from llmdistill.models.load import load_model
 from llmdistill.step.taps import Recorder
 from llmdistill.tasks import TASKS
 from llmdistill.tasks.glue_files import GLUE_TASKS
+from llmdistill.training.plan import make_plan
 from llmdistill.training.sources import TEACHERS, source_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,17 +61,16 @@ def script(monkeypatch):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder of a user's own, with the page's files in it; the tables are as before afterwards."""
-    before = dict(METHODS), dict(DIVERGENCES), dict(FAMILIES), dict(TASKS), dict(GLUE_TASKS), dict(TEACHERS)
-    forms = len(FORMS)
+    tables = METHODS, DIVERGENCES, FAMILIES, TASKS, GLUE_TASKS, TEACHERS, FORMS
+    before = [dict(table) for table in tables]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for code in re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         (tmp_path / code.split()[1]).write_text(code, encoding="utf-8")
     yield tmp_path
-    for table, entries in zip((METHODS, DIVERGENCES, FAMILIES, TASKS, GLUE_TASKS, TEACHERS), before, strict=True):
+    for table, entries in zip(tables, before, strict=True):
         table.clear()
         table.update(entries)
-    del FORMS[forms:]
     for name in ("hellinger", "mine", "olmo3", "parity", "pruned", "wise"):
         sys.modules.pop(name, None)
 
@@ -147,14 +149,34 @@ def test_an_architecture_of_ones_own_is_tapped_right():
     assert student(ids).logits.shape == stock.logits.shape
 
 
-def test_a_form_of_ones_own_is_saved_with_the_student(capfd):
-    student = run_block("A form of the student")["student"]
-    assert "half of the weights pruned" in capfd.readouterr().out
-    linears = [m for m in student.modules() if type(m) is torch.nn.Linear and m is not student.lm_head]
-    assert len(linears) > 10
-    for module in linears:
-        zeros = (module.weight == 0).sum(dim=1)
-        assert torch.equal(zeros, torch.full_like(zeros, module.weight.shape[1] // 2))
+def test_a_form_of_ones_own_is_planned_saved_scored_and_exported(folder, capfd):
+    names = run_block("A form of the student")
+    result, printed = names["result"], capfd.readouterr().out
+    assert "25% of the weights pruned" in printed
+    pruned = 0
+    halved = load_model(folder / "halved", dtype="auto")
+    for student, share in ((result.student, 4), (halved, 2)):
+        linears = [m for m in student.modules() if type(m) is torch.nn.Linear and m is not student.lm_head]
+        assert len(linears) > 10
+        for module in linears:
+            zeros = (module.weight == 0).sum(dim=1)
+            assert torch.equal(zeros, torch.full_like(zeros, module.weight.shape[1] // share))
+            pruned += int(zeros.sum()) if share == 4 else 0
+    metrics = result.metrics
+    assert metrics["untrained"]["params"] - metrics["student"]["params"] == pruned > 0
+
+    words = ["--ds_config", "zero2", "--student.factorize.rank", "16"]
+    config, _ = parse_run([*words, "--student.forms.pruned.share", "0.25"], METHODS)
+    sizes = make_plan(config).models.sizes
+    assert sizes["student_params"] - sizes["saved_params"] == pruned
+    assert sizes["saved_bytes"] == sizes["student_params"] * make_plan(config).models.dtype.itemsize
+    for given, said in (
+        ({"prunned": {}}, r"student\.forms\.prunned: no installed package .*did you mean pruned"),
+        ({"pruned": {"shares": 0.5}}, r"student\.forms\.pruned\.shares: there is no such setting.*share"),
+        ({"pruned": 0.5}, r"student\.forms\.pruned is 0\.5: give its settings"),
+    ):
+        with pytest.raises(UserError, match=said):
+            chosen_forms(StudentConfig(forms=given))
 
 
 def test_a_task_of_ones_own_is_an_ordinary_run(script, folder):
@@ -170,7 +192,7 @@ def test_a_task_of_ones_own_is_an_ordinary_run(script, folder):
     assert (folder / "runs/parity/student/config.json").is_file()
 
 
-def test_a_package_makes_its_methods_divergences_tasks_and_teachers_known_by_entry_points(folder):
+def test_a_package_makes_its_methods_divergences_tasks_teachers_and_forms_known_by_entry_points(folder):
     """In each process, also those that a comparison starts; the package's own names keep their meaning."""
     (folder / "mine.py").write_text(
         (folder / "mine.py").read_text(encoding="utf-8") + "\n\nLAST = METHODS.pop('last')\n"
@@ -182,6 +204,7 @@ def test_a_package_makes_its_methods_divergences_tasks_and_teachers_known_by_ent
         "[llmdistill.methods]\nlast = mine:LAST\nkd = mine:LAST\nlost = nowhere:X\n"
         "[llmdistill.divergences]\nhellinger = hellinger:HELLINGER\njsd = hellinger:HELLINGER\n"
         "[llmdistill.teachers]\nwise = wise:WISE\nserver = wise:WISE\n"
+        "[llmdistill.forms]\npruned = pruned:PRUNED\nlora = pruned:PRUNED\n"
         "[llmdistill.tasks]\nparity = parity:Parity\nRTE = parity:Parity\n"
     )
     code = (
@@ -190,7 +213,9 @@ def test_a_package_makes_its_methods_divergences_tasks_and_teachers_known_by_ent
         "from llmdistill.losses import DIVERGENCES\nprint(DIVERGENCES['hellinger'].formula, DIVERGENCES['jsd'].label)\n"
         "print(TASKS['parity'], is_task('PARITY'), TASKS['rte'])\n"
         "from llmdistill.config import TeacherConfig\nfrom llmdistill.training.sources import TEACHERS, source_of\n"
-        "print([*TEACHERS], type(source_of(TeacherConfig(source='wise'))).__name__)"
+        "print([*TEACHERS], type(source_of(TeacherConfig(source='wise'))).__name__)\n"
+        "from llmdistill.models.forms import FORMS, exported_forms\n"
+        "print({name: type(form).__name__ for name, form in FORMS.items()}, [*exported_forms()])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     run = subprocess.run(
@@ -201,6 +226,7 @@ def test_a_package_makes_its_methods_divergences_tasks_and_teachers_known_by_ent
         "1 - Σ √(p q) JSD",
         "parity:Parity True llmdistill.tasks.glue:Glue",
         "['wise'] WiseSource",
+        "{'lora': 'Adapters', 'quantize': 'FewBits', 'pruned': 'Pruned'} ['int8', 'int4', 'pruned']",
     ]
     assert "kd is a name of llmdistill's own" in run.stderr
     assert "jsd is a name of llmdistill's own" in run.stderr

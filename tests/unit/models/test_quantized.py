@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 import llmdistill
 from llmdistill.config.student import QuantizeConfig, StudentConfig
 from llmdistill.errors import UserError
+from llmdistill.models.forms import saved_size
 from llmdistill.models.load import load_model
 from llmdistill.models.quantized import dequantize, fake_quantize, pack, quantize, quantized_linears, unpack
+from llmdistill.models.student_form import SavedSize
 from llmdistill.runtime.engine import save_student
 from llmdistill.students.counting import count_parameters
 
@@ -111,6 +113,10 @@ def test_a_student_is_loaded_as_it_learned(tmp_path, kind, factors, bits):
 
     loaded = load_model(tmp_path / "student", dtype="auto", head="saved")
     assert torch.equal(outputs(loaded), expected)
+    params, weights = count_parameters(model), load_file(tmp_path / "student" / "model.safetensors").values()
+    size = saved_size(params, 4, StudentConfig(quantize=BITS[bits]), lambda: model)
+    indices = sum(each.nbytes for each in weights if each.dtype == torch.int64)  # of pivots, which are no parameters
+    assert size == SavedSize(params=params, bytes=sum(each.nbytes for each in weights) - indices)
     assert count_parameters(loaded) == count_parameters(model)
     loaded.save_pretrained(tmp_path / "again")
     saved = [load_file(tmp_path / name / "model.safetensors") for name in ("student", "again")]
@@ -156,7 +162,7 @@ def test_exports_round_any_model_and_make_floats_again(tmp_path, factors):
     assert made["bytes"] == (tmp_path / "small" / "model.safetensors").stat().st_size
     assert made["params"] == count_parameters(model)
     card = (tmp_path / "small" / "README.md").read_text()
-    assert "the weights of its layers' linears in int4" in card
+    assert "This is the student, linears in int4." in card
     assert "pip install torchao" in card if factors == "dense" else 'pip install -e ".[quantize]"' in card
 
     with pytest.raises(UserError, match=r"--to int8: .*small has int4 weights already"):
