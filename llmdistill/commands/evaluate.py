@@ -65,7 +65,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     quiet_transformers()
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.data.instruct import Limits
-    from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
+    from llmdistill.runtime.devices import TORCH_DTYPES, choose_dtype
     from llmdistill.runtime.distributed import process_group
     from llmdistill.tasks.instruction_scores import evaluate_model
 
@@ -86,7 +86,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
             settings,
             limits,
             prompt=parsed.prompt,
-            dtype=TORCH_DTYPES[chosen_dtype(parsed.dtype, world.device)],
+            dtype=TORCH_DTYPES[choose_dtype(parsed.dtype, world.device)],
             output_dir=output,
             log=partial(say, aside=True),
         )

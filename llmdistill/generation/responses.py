@@ -35,7 +35,7 @@ from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import Activity
-from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, installed_versions
+from llmdistill.runtime.devices import TORCH_DTYPES, choose_dtype, installed_versions
 from llmdistill.runtime.distributed import World, barrier, on_main
 
 _BATCH_SIZES = {"hf": 32, "vllm": 1024}
@@ -109,7 +109,7 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig) -> _
     engine = choose_engine(
         settings.engine, folder, no_repeat_ngram_size=settings.no_repeat_ngram_size, world_size=world.size
     )
-    dtype = chosen_dtype(settings.dtype, world.device)
+    dtype = choose_dtype(settings.dtype, world.device)
     batch_size = _BATCH_SIZES[engine] if settings.batch_size is None else settings.batch_size
     config = load_config(folder)
     if not is_causal(config):

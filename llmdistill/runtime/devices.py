@@ -33,10 +33,10 @@ def choose_accelerator() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def chosen_dtype(wanted: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
+def choose_dtype(setting: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
     """Return the dtype that a setting names; auto is bf16 on a GPU that supports it, else fp32."""
-    if wanted != "auto":
-        return wanted
+    if setting != "auto":
+        return setting
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
 
@@ -54,13 +54,13 @@ def free_memory(device: torch.device) -> None:
 
 def installed_versions(libraries: Sequence[str]) -> dict[str, str]:
     """Return the versions of those libraries that are installed."""
-    found = {}
+    versions = {}
     for name in libraries:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def to_host_later(tensor: torch.Tensor) -> Callable[[], list[float]]:

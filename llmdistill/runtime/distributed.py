@@ -23,7 +23,6 @@ from llmdistill.runtime.devices import choose_accelerator, default_device, has_c
 from llmdistill.runtime.extensions import watch_locks
 from llmdistill.runtime.launch import (
     DEFAULT_PORT,
-    check_port,
     free_port,
     joining,
     launched_ranks,
@@ -114,8 +113,9 @@ def init_distributed(command: str = "") -> World:
     import deepspeed
 
     watch_locks()
-    if launched_ranks() == 1 and "WORLD_SIZE" not in os.environ:
-        # A single process can use any free port, so that several runs can share a machine.
+    # A single process can use any free port, so that several runs can share a machine. The agent of torchrun listens
+    # on the port of the environment itself.
+    if launched_ranks() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_PORT"] = str(free_port())
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
@@ -123,8 +123,6 @@ def init_distributed(command: str = "") -> World:
     if on_cpu and "OMP_NUM_THREADS" not in os.environ:
         # The ranks of a node share its cores, but torch would use all cores in each rank.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launched_ranks_of_node()))
-    if not dist.is_initialized():
-        check_port()
     prepare_joining(None if on_cpu else torch.cuda.device_count())
     with joining(COLLECTIVE_TIMEOUT):
         deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT)
@@ -255,7 +253,7 @@ def on_every(job: Callable[[], Value]) -> Value:
         if world.size == 1:
             raise
         failure = _of_all_ranks(error)
-    first = next((each for each in gather_objects(failure) if each is not None), None)
+    first = next((error for error in gather_objects(failure) if error is not None), None)
     if first is not None:
         raise first
     return cast(Value, value)

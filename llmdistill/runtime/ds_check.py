@@ -131,8 +131,8 @@ def _validate(model: Any, values: dict[str, Any], path: str) -> None:
         if wrong["type"] == "extra_forbidden":
             for parent in parents:
                 kind = _keys(model)[parent]
-                model = next(each for each in (kind, *get_args(kind)) if hasattr(each, "model_fields"))
-            hint = did_you_mean(key, [".".join([*parents, each]) for each in _keys(model)])
+                model = next(part for part in (kind, *get_args(kind)) if hasattr(part, "model_fields"))
+            hint = did_you_mean(key, [".".join([*parents, known]) for known in _keys(model)])
             raise UserError(f"{path}: {key}: DeepSpeed has no such setting{hint}; fix or remove it") from error
         given, why = repr(wrong["input"]), wrong["msg"][:1].lower() + wrong["msg"][1:]
         given = given if len(given) <= 60 else f"{given[:57]}..."
@@ -156,9 +156,9 @@ def _check_optimizer(optimizer: dict[str, Any], path: str) -> None:
     adams = [torch.optim.AdamW, DeepSpeedCPUAdam, FusedAdam]
     known: dict[str, list[Any]] = {
         # torch's by the names of their classes, and DeepSpeed's in small letters: the device decides between several.
-        **{name: [each] for name, each in vars(torch.optim).items() if isinstance(each, type)},
+        **{name: [kind] for name, kind in vars(torch.optim).items() if isinstance(kind, type)},
         **{"Adam": adams, "AdamW": adams},
-        **{name: [] for name in DEEPSPEED_OPTIMIZERS},  # some have no class that could be asked for its parameters
+        **{name: [] for name in DEEPSPEED_OPTIMIZERS},  # some have no class with a signature
         **{"adam": adams, "adamw": adams, "lamb": [FusedLamb], "lion": [FusedLion, DeepSpeedCPULion]},
         "adagrad": [torch.optim.Adagrad, DeepSpeedCPUAdagrad],
     }
@@ -169,9 +169,9 @@ def _check_optimizer(optimizer: dict[str, Any], path: str) -> None:
     classes = known[name][:1] if params.get("torch_adam") else known[name]
     if not classes:
         return
-    taken = set().union(*(signature(each).parameters for each in classes))
+    taken = set().union(*(signature(optimizer).parameters for optimizer in classes))
     taken |= _OF_ADAM if known[name] is known["adam"] else set()
-    unknown = next((each for each in params if each not in taken), None)
+    unknown = next((name for name in params if name not in taken), None)
     if unknown is not None:
         listed = ", ".join(sorted(taken - {"params", "model_params"}))
         raise UserError(

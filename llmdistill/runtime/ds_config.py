@@ -87,7 +87,7 @@ def resolve_ds_config(config: dict[str, Any], owned: dict[str, Any], path: str) 
             continue
         block = resolved
         for depth, parent in enumerate(parents):
-            inner = _block(block, parent, path, "".join(f"{each}." for each in parents[:depth]))
+            inner = _block(block, parent, path, "".join(f"{outer}." for outer in parents[:depth]))
             block = block.setdefault(parent, inner)
         given = block.get(name, "auto")
         if given == "auto":

@@ -22,7 +22,7 @@ from llmdistill.models.forms import finish, learns_by_a_form
 from llmdistill.models.sentences import DENSE, dense_of, read_sentence_settings, save_dense, save_pooling
 from llmdistill.objective import Pooling
 from llmdistill.progress import Activity
-from llmdistill.runtime.devices import chosen_dtype, default_device
+from llmdistill.runtime.devices import choose_dtype, default_device
 from llmdistill.runtime.distributed import World, on_main, wait_until_visible
 from llmdistill.runtime.ds_config import NO_TIMERS, resolve_ds_config
 
@@ -64,7 +64,7 @@ def student_ds_config(
     if settings.dtype == "auto" and in_file != "auto":
         bf16 = bool(in_file)
     else:
-        bf16 = chosen_dtype(settings.dtype, default_device()) == "bf16"
+        bf16 = choose_dtype(settings.dtype, default_device()) == "bf16"
     owned: dict[str, Any] = {
         "train_batch_size": settings.global_batch_size,
         "train_micro_batch_size_per_gpu": split.micro_batch_size,
@@ -120,7 +120,7 @@ def add_projectors(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        matrices = {str(each): nn.Linear(n, m, bias=False, dtype=model.dtype) for each, (n, m) in widths.items()}
+        matrices = {str(name): nn.Linear(n, m, bias=False, dtype=model.dtype) for name, (n, m) in widths.items()}
         for name in {"sentence", "dense"} & matrices.keys():
             weight = matrices[name].weight
             # Orthonormal columns keep cosines as they are, and the saved student may have no matrix.
@@ -181,7 +181,7 @@ def learning_rate(settings: TrainConfig, step: int) -> float:
     return settings.min_learning_rate + (settings.learning_rate - settings.min_learning_rate) * share
 
 
-def _gathered(engine: Any, *, only_trained: bool) -> dict[str, Tensor] | None:
+def _gather_state(engine: Any, *, only_trained: bool) -> dict[str, Tensor] | None:
     """Return the trained parameters, or the student's full state dict, on the CPU of rank 0; None on other ranks.
 
     Under ZeRO-3 one parameter is gathered at a time, so no rank needs memory for two whole models.
@@ -202,7 +202,7 @@ def _gathered(engine: Any, *, only_trained: bool) -> dict[str, Tensor] | None:
     if not only_trained:
         persistent = engine.module.state_dict()
         buffers = dict(engine.module.named_buffers())
-        state |= {name: each.detach().to("cpu", copy=True) for name, each in buffers.items() if name in persistent}
+        state |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items() if name in persistent}
     return state
 
 
@@ -219,10 +219,10 @@ def save_student(
     """Save the student as a Hugging Face model, without projectors, in the form in which `settings` save it.
 
     Every rank must call this function. `template` loads the untrained student, whose structure is saved; the tokenizer
-    is copied from `source`, and keeps the `prompt` by which the student learned to be asked. `pooling` makes embeddings
+    is copied from `source`, and records the `prompt` of the training data. `pooling` makes embeddings
     of sentences, if the student learned these.
     """
-    state = _gathered(engine, only_trained=learns_by_a_form(settings))
+    state = _gather_state(engine, only_trained=learns_by_a_form(settings))
     dense = getattr(engine.module, DENSE, None)
 
     def write() -> None:

@@ -27,7 +27,7 @@ class Finding:
     what: str
     """What was checked."""
     said: str
-    """What was found."""
+    """The result in words."""
     remedy: str | None = None
     """What to do about it; None if nothing is to be done."""
 
@@ -54,11 +54,11 @@ def check_machine(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
 
 def libraries() -> Finding:
     """Whether the libraries of a run are installed, and in which versions."""
-    found = installed_versions(_LIBRARIES)
-    missing = [name for name in _LIBRARIES if name not in found]
+    versions = installed_versions(_LIBRARIES)
+    missing = [name for name in _LIBRARIES if name not in versions]
     if missing:
         return Finding("failure", "libraries", f"{', '.join(missing)} missing", f"install them: {install_command()}")
-    return Finding("ok", "libraries", ", ".join(f"{name} {number}" for name, number in found.items()))
+    return Finding("ok", "libraries", ", ".join(f"{name} {number}" for name, number in versions.items()))
 
 
 def compiler() -> Finding:
@@ -86,10 +86,10 @@ def gpus() -> Finding:
 
 def communication() -> Finding:
     """Whether the ranks can talk to each other: by NCCL on GPUs, else by gloo."""
-    wanted = "NCCL" if torch.cuda.is_available() else "gloo"
-    if torch.distributed.is_backend_available(wanted.lower()):
-        return Finding("ok", "communication", wanted)
-    return Finding("failure", "communication", f"PyTorch lacks {wanted}", "install a build of PyTorch that has it")
+    backend = "NCCL" if torch.cuda.is_available() else "gloo"
+    if torch.distributed.is_backend_available(backend.lower()):
+        return Finding("ok", "communication", backend)
+    return Finding("failure", "communication", f"PyTorch lacks {backend}", "install a build of PyTorch that has it")
 
 
 def kernels() -> Finding:

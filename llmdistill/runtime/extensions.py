@@ -36,7 +36,7 @@ def watch_locks() -> None:
 class Lock(FileBaton):
     """torch's lock, which is waited for while a compilation lives, and removed when it was killed."""
 
-    _turn: IO[str]
+    _system_lock: IO[str]
 
     def try_acquire(self) -> bool:
         """Take the lock, however long it takes.
@@ -46,29 +46,29 @@ class Lock(FileBaton):
         """
         lock = Path(self.lock_file_path)
         # The system ends this second lock with its process: of all that see a lock that was left, one alone removes it.
-        self._turn = lock.with_suffix(".turn").open("a")
+        self._system_lock = lock.with_suffix(".turn").open("a")
         began, silent = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
-        while not (mine := self._takes_turn()) or not super().try_acquire():
+        while not (is_mine := self._try_system_lock()) or not super().try_acquire():
             due = not silent and time.monotonic() - began >= NOTICE_SECONDS
-            user = _user(lock) if mine or due else None
-            if mine and user is None:
+            user = _find_user(lock) if is_mine or due else None
+            if is_mine and user is None:
                 lock.unlink(missing_ok=True)
                 logger.warning("%s", f"removed {lock}, which a killed compilation had left")
                 continue
             if due:
                 silent = True
                 logger.warning("%s", f"waiting for {lock}, by which {user or 'another process'} compiles an extension")
-            time.sleep(1.0 if mine else 0.1)  # to look at all processes takes a moment
+            time.sleep(1.0 if is_mine else 0.1)  # to look at all processes takes a moment
         return True
 
     def release(self) -> None:
         """Give the lock back."""
         super().release()
-        self._turn.close()
+        self._system_lock.close()
 
-    def _takes_turn(self) -> bool:
+    def _try_system_lock(self) -> bool:
         try:
-            fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._system_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:  # some network file systems have no such locks
@@ -76,21 +76,21 @@ class Lock(FileBaton):
         return True
 
 
-def _user(lock: Path) -> str | None:
-    """Who holds a lock or works in its folder, as far as this machine can tell; None if nobody does."""
+def _find_user(lock: Path) -> str | None:
+    """Return who holds a lock or works in its folder, as far as this machine can tell; None if nobody does."""
     for process in psutil.process_iter(["name"]):
         with suppress(psutil.Error, OSError):
             # torch keeps the file open while it has the lock. The compilers that it starts work in the folder, and
             # may outlive it; a shell there, which leads its session, is a user's.
             works = process.cwd() == str(lock.parent) and os.getsid(process.pid) != process.pid
-            if process.pid != os.getpid() and (works or str(lock) in (each.path for each in process.open_files())):
+            if process.pid != os.getpid() and (works or str(lock) in (file.path for file in process.open_files())):
                 return f"process {process.pid} ({process.info['name']})"
     changed = 0.0
-    for each in lock.parent.iterdir():
-        if each.suffix != ".turn":
+    for file in lock.parent.iterdir():
+        if file.suffix != ".turn":
             with suppress(FileNotFoundError):
-                changed = max(changed, each.stat().st_mtime)
-    mounts = [each for each in psutil.disk_partitions(all=True) if lock.is_relative_to(each.mountpoint)]
-    kind = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else ""
+                changed = max(changed, file.stat().st_mtime)
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if lock.is_relative_to(mount.mountpoint)]
+    kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
     quiet = QUIET_SECONDS_SHARED if kind.startswith(_SHARED) else QUIET_SECONDS
     return "a process that this machine does not see" if time.time() - changed < quiet else None

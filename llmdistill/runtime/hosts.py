@@ -31,15 +31,15 @@ def check_hosts(flags: Sequence[str]) -> None:
     # --include and --exclude choose among the hosts in DeepSpeed's own way.
     if "--no_ssh" in words or "--include" in given or "--exclude" in given:
         return
-    asked = hosts[: int(given["--num_nodes"])] if given.get("--num_nodes", "").isdecimal() else hosts
+    chosen = hosts[: int(given["--num_nodes"])] if given.get("--num_nodes", "").isdecimal() else hosts
     with ThreadPoolExecutor(max_workers=64) as pool:
-        said = dict(zip(asked, pool.map(_ask, asked), strict=True))
-    silent = {host: reason for host, reason in said.items() if reason is not None}
+        answers = dict(zip(chosen, pool.map(_ask, chosen), strict=True))
+    silent = {host: reason for host, reason in answers.items() if reason is not None}
     if silent:
         named = "; ".join(f"{host} ({reason})" for host, reason in silent.items())
         raise UserError(
-            f"--hostfile {given['--hostfile']}: {len(silent)} of {len(asked)} hosts cannot be reached by ssh without a "
-            f"password: {named}: correct the names, set up ssh keys, or start every node by hand with --no_ssh "
+            f"--hostfile {given['--hostfile']}: {len(silent)} of {len(chosen)} hosts cannot be reached by ssh without "
+            f"a password: {named}: correct the names, set up ssh keys, or start every node by hand with --no_ssh "
             "--node_rank"
         )
 
@@ -75,7 +75,7 @@ def _ask(host: str) -> str | None:
     """Return why a host does not answer to ssh; None if it does."""
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_SECONDS}"]
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             ["ssh", *options, host, "true"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -87,7 +87,7 @@ def _ask(host: str) -> str | None:
         return "ssh is not installed here"
     except subprocess.TimeoutExpired:
         return "no answer"
-    if asked.returncode == 0:
+    if answer.returncode == 0:
         return None
-    lines = asked.stderr.strip().splitlines()
-    return lines[-1] if lines else f"exit code {asked.returncode}"
+    lines = answer.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {answer.returncode}"

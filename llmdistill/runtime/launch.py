@@ -124,8 +124,8 @@ def run_ranks(command: Sequence[str], count: int) -> None:
                 told = len(caught)
                 time.sleep(_POLL_SECONDS)
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for signal_number, handler in before.items():
+                signal.signal(signal_number, handler)
     code = code or _first_code(ranks)
     if code < 0 and caught:
         if ranks[0].returncode > 0:
@@ -209,26 +209,6 @@ def is_busy(port: int) -> bool:
     return False
 
 
-def check_port() -> None:
-    """Take another port where the launcher's is busy and the process is alone; several ranks have to agree on one.
-
-    To be called before the process group is joined: its first rank listens on the port then. Raises UserError if the
-    port is busy, and there are several ranks.
-    """
-    port = int(os.environ["MASTER_PORT"])
-    # The agent of torchrun listens on the port itself.
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if has_agent or os.environ["RANK"] != "0" or not is_busy(port):
-        return
-    if launched_ranks() > 1:
-        raise UserError(
-            f"MASTER_PORT is {port}, on which another process of {socket.gethostname()} listens, such as another run: "
-            "give the launcher a free one (deepspeed --master_port N), or start the run by llmdistill train, which "
-            "takes one itself"
-        )
-    os.environ["MASTER_PORT"] = str(free_port())
-
-
 def prepare_joining(gpus: int | None) -> None:
     """Check what the launcher has said, and choose the network interface on which ranks of several nodes talk.
 
@@ -255,10 +235,12 @@ def prepare_joining(gpus: int | None) -> None:
         # It shall take the one through which this node reaches rank 0, and on rank 0's node that of the address itself.
         import psutil
 
-        addresses = [own for each in (master, _ELSEWHERE) if (own := _own_address(each)) is not None]
-        outside = next((each for each in addresses if not ipaddress.ip_address(each.split("%")[0]).is_loopback), None)
-        for interface, held in psutil.net_if_addrs().items():
-            if any(each.address.split("%")[0] == outside for each in held):
+        own = [address for other in (master, _ELSEWHERE) if (address := _own_address(other)) is not None]
+        outside = next(
+            (address for address in own if not ipaddress.ip_address(address.split("%")[0]).is_loopback), None
+        )
+        for interface, addresses in psutil.net_if_addrs().items():
+            if any(entry.address.split("%")[0] == outside for entry in addresses):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
                 break
 
@@ -278,7 +260,8 @@ def _own_address(other: str) -> str | None:
 def joining(timeout: timedelta) -> Iterator[None]:
     """Join the process group in this block: the first rank of a node says after half a minute that others are missing.
 
-    Raises UserError if ranks are still missing after the timeout, or the ranks cannot connect to each other.
+    Raises UserError if another process listens on the port of rank 0, if ranks are still missing after the timeout, or
+    if the ranks cannot connect to each other.
     """
     ranks = launched_ranks()
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -301,6 +284,12 @@ def joining(timeout: timedelta) -> Iterator[None]:
 
         if not isinstance(error, DistError) and "connectFullMesh" not in str(error):
             raise
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"MASTER_PORT is {os.environ['MASTER_PORT']}, on which another process of {socket.gethostname()} "
+                "listens, such as another run: give the launcher a free one (deepspeed --master_port N), or start the "
+                "run by llmdistill train, which takes one itself"
+            ) from error
         minutes = timeout.total_seconds() / 60
         raise UserError(
             f"{here} could not join {ranks} ranks at {where} within {minutes:.0f} minutes "

@@ -21,14 +21,14 @@ def main_first(job: Callable[[], Value]) -> Value:
     rank is raised on every rank.
     """
     world = World.current()
-    mine = 0 if world.is_main else 1 if node_ranks()[0] == world.rank else 2
-    found: list[Value] = []
-    for turn in range(3 if world.size > 1 else 1):
-        on_every(lambda: found.append(job()) if turn == mine else None)  # noqa: B023  # called at once
-    return found[0]
+    own_round = 0 if world.is_main else 1 if node_ranks()[0] == world.rank else 2
+    values: list[Value] = []
+    for number in range(3 if world.size > 1 else 1):
+        on_every(lambda: values.append(job()) if number == own_round else None)  # noqa: B023  # called at once
+    return values[0]
 
 
-def made_once(make: Callable[[], Path]) -> Path:
+def make_once(make: Callable[[], Path]) -> Path:
     """Have rank 0 make a folder and return it on every rank; a node that does not see it makes its own.
 
     `make` returns the folder, which exists only when it is finished and whose name depends on its content, and makes it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import selectors
 import signal
 import socket
 import stat
@@ -69,10 +68,10 @@ def handling() -> Iterator[None]:
     finally:
         state.is_over.set()
         signal.set_wakeup_fd(wakeup)
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         writer.close()
-        _state = _State()  # what comes later in this process is not asked to stop
+        _state = _State()  # of this signal later work in the process knows nothing
 
 
 @contextmanager
@@ -92,8 +91,8 @@ def waiting() -> Iterator[None]:
 
 def handle_by(handler: Callable[[int, object], None]) -> dict[signal.Signals, Any]:
     """Handle SIGNALS by a function and return the handlers before; a SIGHUP that nohup ignores stays ignored."""
-    heard = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
-    return {each: signal.signal(each, handler) for each in heard}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    return {number: signal.signal(number, handler) for number in SIGNALS if number not in ignored}
 
 
 def caught() -> int:
@@ -119,7 +118,11 @@ def leave_if(is_hopeless: Callable[[], bool] | None) -> None:
 
 def _handle(number: int, _frame: object) -> None:
     if number == signal.SIGHUP:
-        _leave_terminal()
+        # The terminal is closed, and a program behind a pipe ends with it: what would go there goes nowhere.
+        for output in (1, 2):
+            with suppress(OSError):
+                if not stat.S_ISREG(os.fstat(output).st_mode):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     if number == signal.SIGINT:
         _interrupted.set()
     if _state.number == 0:
@@ -129,14 +132,6 @@ def _handle(number: int, _frame: object) -> None:
     elif number == signal.SIGINT and time.monotonic() - _state.since > _AGAIN_SECONDS:
         _say("error: stopped at once by a second SIGINT; the same command goes on from the last checkpoint")
         os._exit(Stopped(number).code)
-
-
-def _leave_terminal() -> None:
-    """Send to nowhere what would go to a terminal that is closed, or through a pipe to a program that ends with it."""
-    for output in (1, 2):
-        with suppress(OSError):
-            if not stat.S_ISREG(os.fstat(output).st_mode):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
 def _say(line: str) -> None:
@@ -160,19 +155,15 @@ def _listen(reader: socket.socket, state: _State) -> None:
 
 def _watch_launcher(state: _State) -> None:
     """Send this rank SIGTERM when its parent ends, in whichever way, or DeepSpeed's runner that started the parent."""
-    if "RANK" not in os.environ or not hasattr(os, "pidfd_open"):
-        return
-    watched = selectors.DefaultSelector()
-    for number, process in enumerate(psutil.Process().parents()):
-        with suppress(psutil.Error, OSError):
-            if process.pid == 1 or (number > 0 and not any(map(_RUNNER.search, process.cmdline()[:4]))):
-                break
-            watched.register(os.pidfd_open(process.pid), selectors.EVENT_READ)
 
-    def wait() -> None:
-        watched.select()
+    def wait_for(launcher: psutil.Process) -> None:
+        launcher.wait()
         if not state.is_over.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
 
-    if watched.get_map():
-        threading.Thread(target=wait, name="launcher", daemon=True).start()
+    for number, process in enumerate(psutil.Process().parents() if "RANK" in os.environ else ()):
+        with suppress(psutil.Error):
+            # On one node a SIGTERM ends DeepSpeed's runner alone: neither its child nor the ranks hear of it.
+            if process.pid == 1 or (number > 0 and not any(map(_RUNNER.search, process.cmdline()[:4]))):
+                break
+            threading.Thread(target=wait_for, args=(process,), name="launcher", daemon=True).start()

@@ -52,8 +52,8 @@ def measure_speed(
 ) -> dict[str, dict[str, Any]]:
     """Time forward passes over random tokens, for a single sequence and for whole batches.
 
-    All models get the same tokens, of a seed, in turns; see `time_batches`. A sequence has `length` tokens, without
-    padding. `repeats` passes of each kind are timed, after `warmup` others.
+    All models get the same tokens, of a seed, one after the other; see `time_batches`. A sequence has `length` tokens,
+    without padding. `repeats` passes of each kind are timed, after `warmup` others.
 
     Returns:
         For each model the `timing` in seconds of a single sequence, ``latency``, and of a whole batch, ``batch``; the
@@ -71,9 +71,10 @@ def measure_speed(
     rng = np.random.default_rng(seed)
     tokens = [torch.from_numpy(rng.integers(high, size=(rows, length))) for rows in (1, batch_size)]
     batches: list[Inputs] = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens]
-    in_turns = dict.fromkeys(models, batches * (warmup + repeats))
-    found = time_batches(models, in_turns, warmup=len(batches) * warmup)
-    seconds = {name: (both[0::2], both[1::2]) for name, both in found.items()}
+    seconds_by_model = time_batches(
+        models, dict.fromkeys(models, batches * (warmup + repeats)), warmup=len(batches) * warmup
+    )
+    seconds = {name: (both[0::2], both[1::2]) for name, both in seconds_by_model.items()}
     timings = {name: (timing(alone), timing(whole)) for name, (alone, whole) in seconds.items()}
     base = next(iter(timings.values()))
     return {
@@ -97,8 +98,8 @@ def time_batches(
 ) -> dict[str, list[float]]:
     """Return the seconds that each model takes for each of its batches.
 
-    The models are timed in turns, so that noise on a shared machine affects all of them equally. They run on their own
-    device and in their own dtype; the training mode of each model is restored.
+    For each batch the models are timed one after the other, so that noise on a shared machine affects all of them
+    equally. They run on their own device and in their own dtype; the training mode of each model is restored.
 
     Args:
         models: the models by name.
@@ -118,13 +119,13 @@ def time_batches(
     try:
         for model in models.values():
             model.train(training)
-        for turn in progress(range(len(next(iter(batches.values())))), "Timing", "batches"):
+        for number in progress(range(len(next(iter(batches.values())))), "Timing", "batches"):
             for name, model in models.items():
-                inputs = {key: value.to(model.device) for key, value in batches[name][turn].items()}
+                inputs = {key: value.to(model.device) for key, value in batches[name][number].items()}
                 if is_causal(model.config):
                     inputs["use_cache"] = False  # a single pass needs no cache, and writing a cache takes time
                 passed = _timed(partial(works[name], inputs))
-                if turn >= warmup:
+                if number >= warmup:
                     seconds[name].append(passed)
     finally:
         for name, model in models.items():

@@ -39,30 +39,26 @@ def exit_code(job: Callable[[], None]) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with exit_on_closed_pipe(), signals.handling(), Activity("Working"):
-            return _code_of(job)
+            launched_ranks()  # sets the variables of a rank in a task of srun, before the job reads them
+            try:
+                set_level()
+                job()
+                return 0
+            except BrokenPipeError:
+                raise  # of stdout, see `exit_on_closed_pipe`
+            except (Stopped, Exception) as error:
+                failure = error if isinstance(error, Stopped | UserError) else explain_refusal(error) or error
+                has_sentence = isinstance(failure, Stopped | UserError) or _out_of_memory(failure) is not None
+                if launched_ranks() == 1 and not has_sentence:
+                    raise
+            return _report_failure(failure)
     except Stopped as stopped:  # by a signal before the job began or after it had ended
-        return _code_after(stopped)
+        return _report_failure(stopped)
 
 
-def _code_of(job: Callable[[], None]) -> int:
-    several = launched_ranks() > 1
-    try:
-        set_level()
-        job()
-        return 0
-    except BrokenPipeError:
-        raise  # of stdout, see `exit_on_closed_pipe`
-    except (Stopped, Exception) as error:
-        failure = error if isinstance(error, Stopped | UserError) else explain_refusal(error) or error
-        is_said = isinstance(failure, Stopped | UserError) or _out_of_memory(failure) is not None
-        if not several and not is_said:
-            raise
-    return _code_after(failure)
-
-
-def _code_after(failure: BaseException) -> int:
+def _report_failure(failure: BaseException) -> int:
     if launched_ranks() > 1:
-        return _ended_rank(failure)
+        return _end_rank(failure)
     remedy = _out_of_memory(failure)
     if remedy is not None:
         traceback.print_exception(failure)
@@ -75,7 +71,7 @@ _HEARING_SECONDS = 3.0
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
-def _ended_rank(error: BaseException) -> int:
+def _end_rank(error: BaseException) -> int:
     """Say which rank failed and why, and return its exit code, or end the process if it has joined a process group.
 
     One rank of a node says why: rank 0 what every rank is known to raise, and else the first one that has a reason.
@@ -130,8 +126,7 @@ def _record(said: str) -> None:
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
-        about = {"py_callstack": said, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": said, "extraInfo": about}}), encoding="utf-8")
+        Path(file).write_text(json.dumps({"message": said, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def _wait_for_the_launcher() -> None:

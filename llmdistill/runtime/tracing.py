@@ -125,9 +125,9 @@ class Tracer(TorchDispatchMode):
             # transformers asks whether a mask leaves out nothing: no, so that the mask is made and kept
             return False
         result = func(*args, **kwargs)
-        for each in tree_iter(result):
-            if isinstance(each, Tensor):
-                self._add(each)
+        for output in tree_iter(result):
+            if isinstance(output, Tensor):
+                self._add(output)
         if self._bytes > self._peak_bytes:
             self._peak, self._peak_bytes = dict(self.live), self._bytes
         if not func.is_view:
@@ -150,9 +150,11 @@ class Tracer(TorchDispatchMode):
         self.live[part] -= size
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        tensors = [each for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor)]
+        tensors = [value for value in tree_iter((args, kwargs, result)) if isinstance(value, Tensor)]
         # An expanded tensor is read once: its storage is smaller than its number of elements says.
-        moved = sum(min(each.numel() * each.element_size(), each.untyped_storage().nbytes()) for each in tensors)
+        moved = sum(
+            min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors
+        )
         formula = _PRODUCTS.get(operation_of(func))
         if formula is None:
             work = Work(other_bytes=moved, operations=1)

@@ -49,25 +49,25 @@ class Fragment:
 
 def fragments(engine: Any) -> list[Fragment]:
     """Return the fragments of this rank; without ZeRO every rank holds everything."""
-    trained = [(name, each) for name, each in engine.module.named_parameters() if each.requires_grad]
+    trained = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
     states = optimizer_of(engine).state
     if engine.zero_optimization_stage() == 3:
         # The optimizer's names of its states; none before the first step.
         flats = [flat for group in stepped_tensors(engine) for flat in group]
         kinds = {key for flat in flats for key, value in states.get(flat, {}).items() if _is_like(value, flat)}
-        return [each for name, parameter in trained for each in _sharded(name, parameter, sorted(kinds))]
+        return [part for name, parameter in trained for part in _sharded(name, parameter, sorted(kinds))]
     if engine.zero_optimization_stage() > 0:
         flats = [flat for (flat,) in stepped_tensors(engine)]
-        return [each for name, parameter in trained for each in _partitioned(name, parameter, flats, states)]
-    return [each for name, parameter in trained for each in _whole(name, parameter, states.get(parameter, {}))]
+        return [part for name, parameter in trained for part in _partitioned(name, parameter, flats, states)]
+    return [part for name, parameter in trained for part in _whole(name, parameter, states.get(parameter, {}))]
 
 
 def counters(engine: Any) -> dict[str, float]:
     """Return the numbers of the optimizer that belong to no element of a parameter, such as Adam's step."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for state in optimizer_of(engine).state.values():
-        found |= {key: float(value) for key, value in state.items() if _is_number(value)}
-    return found
+        numbers |= {key: float(value) for key, value in state.items() if _is_number(value)}
+    return numbers
 
 
 def set_counters(engine: Any, values: dict[str, float]) -> None:

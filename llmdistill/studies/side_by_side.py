@@ -27,7 +27,7 @@ from llmdistill.report.study_report import StudyReport
 from llmdistill.report.table import MODELS
 from llmdistill.report.tables import TitledTable
 from llmdistill.report.trials import ModelEntry, entry_of
-from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype
+from llmdistill.runtime.devices import TORCH_DTYPES, choose_dtype
 from llmdistill.runtime.distributed import World
 from llmdistill.students.counting import count_parameters
 from llmdistill.studies.launcher import InProcess
@@ -221,7 +221,7 @@ class ModelSuite:
         models = ComparedModels(
             paths=named_models(config.model),
             folder=Path(config.output_dir or default_folder(self.name, config.model[0])),
-            dtype=chosen_dtype(config.dtype, world.device),
+            dtype=choose_dtype(config.dtype, world.device),
             device=world.device,
             values=self.values,
         )

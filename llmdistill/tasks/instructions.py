@@ -35,7 +35,7 @@ from llmdistill.models.families import is_causal
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import CONTROL_TIMEOUT, World, on_every, on_main
-from llmdistill.runtime.main_first import made_once
+from llmdistill.runtime.main_first import make_once
 from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
@@ -182,7 +182,7 @@ class Instructions(Task):
 
     def _open_stored(self, reference: str) -> StoredExamples:
         make = partial(store_examples, reference, self.tokenizer, self.limits, cache_dir=self.config.data.cache_dir)
-        folder = made_once(make)
+        folder = make_once(make)
         return on_every(lambda: open_examples(folder))
 
     @property

@@ -21,7 +21,7 @@ from llmdistill.fingerprints import file_sha256
 from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import on_every
-from llmdistill.runtime.main_first import made_once
+from llmdistill.runtime.main_first import make_once
 from llmdistill.tasks.base import Models, Task
 
 _FORMAT = 2
@@ -121,7 +121,7 @@ class StoredTask(Task):
     def read_on_all(self, models: Models) -> Any:
         """See Task. Rank 0 reads and tokenizes the examples if that is not done yet; all ranks map their tokens."""
         tokenizer = load_tokenizer(models.tokenizer_path)
-        folder = made_once(lambda: self.stored(tokenizer))
+        folder = make_once(lambda: self.stored(tokenizer))
         return on_every(lambda: self.opened(folder, tokenizer, models.student, models.teacher))
 
     def stored(self, tokenizer: PreTrainedTokenizerBase) -> Path:

@@ -26,7 +26,7 @@ from llmdistill.models.families import FAMILIES, family_of, has_family, has_segm
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import on_every, on_main
-from llmdistill.runtime.main_first import made_once
+from llmdistill.runtime.main_first import make_once
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task
 from llmdistill.tasks.perplexity import perplexity_of
 from llmdistill.tasks.reference_loss import label_loss
@@ -162,7 +162,7 @@ class Text(Task):
             )
             # One process tokenizes, and the others wait for the folder: each mapping the same file costs no memory
             # twice.
-            folder = made_once(make)
+            folder = make_once(make)
             return on_every(lambda: open_corpus(folder))
 
         fraction = settings.text.fraction

@@ -27,7 +27,7 @@ from llmdistill.models.companions import copy_companions
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import Head, folder_damage, load_model
 from llmdistill.models.tokenizer import brings_tokenizer, fit_tokenizer, load_tokenizer
-from llmdistill.runtime.devices import TORCH_DTYPES, chosen_dtype, default_device
+from llmdistill.runtime.devices import TORCH_DTYPES, choose_dtype, default_device
 from llmdistill.training.rules import check_settings
 from llmdistill.training.run_folder import INPUTS
 
@@ -197,7 +197,7 @@ def evaluating(model: Model, *, head: Head) -> Iterator[PreTrainedModel]:
         loaded = model
     else:
         device = default_device()
-        dtype = TORCH_DTYPES[chosen_dtype("auto", device)]
+        dtype = TORCH_DTYPES[choose_dtype("auto", device)]
         loaded = load_model(locate(str(model)), dtype=dtype, device=device, head=head)
     was_training = loaded.training
     loaded.eval()

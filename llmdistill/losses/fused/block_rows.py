@@ -97,32 +97,22 @@ def row_losses(
         error = student_SHLJ.sub_(teacher_SHLJ)
         squares = torch.mul(error, error, out=spare_SHLJ).sum(-1, keepdim=True)
         return RowLosses(squares / seen, torch.full_like(squares, 2.0) / seen)
+    # Distributions stay unnormalized, as exponentials e and their sum z. A factor that is constant in a row is applied
+    # to the rows of the queries, which costs almost nothing; applied to the block it would cost one more pass over it.
+    s, t = student_SHLJ, teacher_SHLJ
+    most_student, most_teacher = s.amax(-1, keepdim=True), t.amax(-1, keepdim=True)
     if kind == "student_teacher":
-        return _student_teacher_rows(student_SHLJ, teacher_SHLJ, spare_SHLJ, derivative=derivative)
-    return _teacher_student_rows(student_SHLJ, teacher_SHLJ, spare_SHLJ, derivative=derivative)
-
-
-# Distributions stay unnormalized, as exponentials e and their sum z. A factor that is constant in a row is applied to
-# the rows of the queries, which costs almost nothing; applied to the block it would cost one more pass over it.
-
-
-def _student_teacher_rows(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -> RowLosses:
-    """KL(S‖T) = Σ_j p_j d_j - log Z_S + log Z_T with d = s - t; its derivative is p (d - Σ p d)."""
-    most_student, most_teacher = s.amax(-1, keepdim=True), t.amax(-1, keepdim=True)
-    e, z_student = _exponentiate(s, most_student, out=spare)
-    d = s.sub_(t)
-    _, z_teacher = _exponentiate(t, most_teacher, out=t)
-    mean = d.mul_(e).sum(-1, keepdim=True) / z_student
-    if derivative:
-        s.addcmul_(e, mean, value=-1)
-    value = mean - (most_student - most_teacher) - (z_student.log() - z_teacher.log())
-    return RowLosses(value, z_student.reciprocal())
-
-
-def _teacher_student_rows(s: Tensor, t: Tensor, spare: Tensor, *, derivative: bool) -> RowLosses:
-    """KL(T‖S) = Σ_j q_j (t_j - s_j) - log Z_T + log Z_S with q the teacher's attention; its derivative is p - q."""
-    most_student, most_teacher = s.amax(-1, keepdim=True), t.amax(-1, keepdim=True)
-    d = torch.sub(t, s, out=spare)
+        # KL(S‖T) = Σ_j p_j d_j - log Z_S + log Z_T with d = s - t; its derivative is p (d - Σ p d).
+        e, z_student = _exponentiate(s, most_student, out=spare_SHLJ)
+        d = s.sub_(t)
+        _, z_teacher = _exponentiate(t, most_teacher, out=t)
+        mean = d.mul_(e).sum(-1, keepdim=True) / z_student
+        if derivative:
+            s.addcmul_(e, mean, value=-1)
+        value = mean - (most_student - most_teacher) - (z_student.log() - z_teacher.log())
+        return RowLosses(value, z_student.reciprocal())
+    # KL(T‖S) = Σ_j q_j (t_j - s_j) - log Z_T + log Z_S with q the teacher's attention; its derivative is p - q.
+    d = torch.sub(t, s, out=spare_SHLJ)
     _, z_student = _exponentiate(s, most_student, out=s)
     e, z_teacher = _exponentiate(t, most_teacher, out=t)
     mean = d.mul_(e).sum(-1, keepdim=True) / z_teacher

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from hostile import refuses
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, TCPStore
 
 from llmdistill.errors import Stopped, UserError
 from llmdistill.runtime import launch
 from llmdistill.runtime.hosts import check_hosts, read_hosts
-from llmdistill.runtime.launch import check_port, launched_ranks, launched_ranks_of_node, prepare_joining, rank_of_task
+from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node, prepare_joining, rank_of_task
 
 from support import PATIENCE, ROOT, environment
 
@@ -113,24 +113,6 @@ def test_nodes_talk_on_the_interface_towards_rank_0(monkeypatch):
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-def test_a_busy_port_is_replaced_or_named(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        busy = str(server.getsockname()[1])
-        given(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_PORT=busy)
-        with pytest.raises(UserError, match=rf"MASTER_PORT is {busy}, on which another process .* --master_port N"):
-            check_port()
-        for variables in ({"RANK": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0"}):
-            given(monkeypatch, **variables)
-            check_port()  # rank 0 listens there, or the agent of torchrun
-        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-        given(monkeypatch, WORLD_SIZE="1")
-        check_port()
-        taken = os.environ["MASTER_PORT"]
-        assert taken != busy
-    check_port()
-    assert os.environ["MASTER_PORT"] == taken, "a free port stays"
-
-
 def fail_to_join(error: Exception) -> None:
     with launch.joining(timedelta(minutes=15)):
         while any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
@@ -147,6 +129,15 @@ def test_missing_ranks_are_said_while_and_after_waiting(monkeypatch, capsys):
     assert "has not found all 2 ranks at node0:29500 yet" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="no compiler"):
         fail_to_join(RuntimeError("no compiler"))
+
+
+def test_a_busy_port_is_named(monkeypatch):
+    with socket.create_server(("", 0)) as server:
+        busy = server.getsockname()[1]
+        given(monkeypatch, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(busy))
+        said = rf"MASTER_PORT is {busy}, on which another process .* --master_port N"
+        with pytest.raises(UserError, match=said), launch.joining(timedelta(minutes=15)):
+            TCPStore("127.0.0.1", busy, 2, is_master=True)
 
 
 RANKS = """

@@ -10,7 +10,7 @@ from hostile import refuses
 from llmdistill.errors import RankError, UserError
 from llmdistill.runtime import distributed
 from llmdistill.runtime.distributed import World, exists_on_main, on_main
-from llmdistill.runtime.main_first import made_once, main_first
+from llmdistill.runtime.main_first import main_first, make_once
 
 from support import ThreadRanks
 
@@ -23,7 +23,7 @@ def run(monkeypatch):
     ranks = ThreadRanks(len(NODES))
     ranks.replace_group(monkeypatch)
     monkeypatch.setattr(
-        sys.modules[made_once.__module__],
+        sys.modules[make_once.__module__],
         "node_ranks",
         lambda: [rank for rank, node in enumerate(NODES) if node == NODES[World.current().rank]],
     )
@@ -79,7 +79,7 @@ def test_the_first_rank_of_each_disk_makes_it(run, tmp_path, monkeypatch, shared
 
     with monkeypatch.context() as patch:  # pytest itself asks what exists
         patch.setattr(Path, "exists", lambda path: exists(tmp_path / disks[NODES[ThreadRanks.own.rank]] / path.name))
-        assert run(lambda world: made_once(lambda: make(world))) == [Path("/cache/set")] * len(NODES)
+        assert run(lambda world: make_once(lambda: make(world))) == [Path("/cache/set")] * len(NODES)
     assert (made[0], sorted(made)) == (0, makers)
 
 
@@ -87,7 +87,7 @@ def test_other_data_on_another_node_are_refused(run, tmp_path):
     def fail(world: World) -> None:
         folder = tmp_path / ("here" if NODES[world.rank] == "a" else "there")
         with pytest.raises(UserError, match=r"rank 2 on \S+ reads other data than rank 0 \(there and here in"):
-            made_once(lambda: folder)
+            make_once(lambda: folder)
 
     run(fail)
 
