@@ -10,7 +10,7 @@ import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, ResponseConfig
-from llmdistill.data.chats import AnsweredChat, Turns, place_of, render_answered
+from llmdistill.data.chats import Turns, place_of, render_answered
 from llmdistill.data.collate import Encoded, sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.prompts import (
@@ -212,25 +212,21 @@ def encode(
     within_limits, dropped, truncated = _apply_limits(
         [len(example.prompt_ids) for example in encoded], examples, limits, may_be_empty
     )
-    items = [_cut(encoded[index], tokenizer, limits) for index in within_limits]
-    shortened = sum(
-        len(item.response_ids) < len(encoded[index].response_ids)
-        for index, item in zip(within_limits, items, strict=True)
-    )
+    items, shortened = list[Encoded](), 0
+    for item in (encoded[index] for index in within_limits):
+        if len(item) <= limits.max_length and len(item.prompt_ids) <= limits.max_prompt_length:
+            items.append(item)
+            continue
+        prompt_ids = _keep_end(item.prompt_ids, limits.max_prompt_length, tokenizer)
+        room = limits.max_length - len(prompt_ids)
+        gaps = tuple((begin, end) for begin, end in item.gaps if end < room)
+        # An answer of which nothing is left leaves no gap before it.
+        end = min([room, len(item.response_ids), *(begin for begin, end in item.gaps if begin < room <= end)])
+        rest_ids = item.rest_ids[: room - end] if end == len(item.response_ids) else []
+        response_ids = item.response_ids[:end]
+        items.append(replace(item, prompt_ids=prompt_ids, response_ids=response_ids, gaps=gaps, rest_ids=rest_ids))
+        shortened += end < len(item.response_ids)
     return InstructData(items, within_limits, EncodedCounts(len(items), dropped, truncated, shortened))
-
-
-def _cut(item: Encoded, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Encoded:
-    """Cut the beginning of a prompt that is too long, and all tokens beyond the limit of the whole example."""
-    if len(item) <= limits.max_length and len(item.prompt_ids) <= limits.max_prompt_length:
-        return item
-    prompt_ids = _keep_end(item.prompt_ids, limits.max_prompt_length, tokenizer)
-    room = limits.max_length - len(prompt_ids)
-    gaps = tuple((begin, end) for begin, end in item.gaps if end < room)
-    # An answer of which nothing is left leaves no gap before it.
-    end = min([room, len(item.response_ids), *(begin for begin, end in item.gaps if begin < room <= end)])
-    rest_ids = item.rest_ids[: room - end] if end == len(item.response_ids) else []
-    return replace(item, prompt_ids=prompt_ids, response_ids=item.response_ids[:end], gaps=gaps, rest_ids=rest_ids)
 
 
 def _encode_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[Encoded]:
@@ -238,23 +234,31 @@ def _encode_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBas
     if not chats:
         return []
     batch = tokenizer([chat.text for chat in chats], add_special_tokens=False, verbose=False)
-    places = [_Places(tokenizer, batch, index, chat.text) for index, chat in enumerate(chats)]
-    borders = [
-        [border for part in _find_learned(chat, chat_places, tokenizer) for border in part]
-        for chat, chat_places in zip(chats, places, strict=True)
-    ]
     # The prompts are tokenized apart: with GPT-2's tokenizer, for one, they are no prefix of the tokens of the chat.
     last_prompts = _tokenize([chat.prompts[-1] for chat in chats], tokenizer)
     items = []
-    for example, chat, chat_places, learned, prompt_ids in zip(
-        examples, chats, places, borders, last_prompts, strict=True
-    ):
+    for index, (example, chat, prompt_ids) in enumerate(zip(examples, chats, last_prompts, strict=True)):
+        places = _Places(tokenizer, batch, index, chat.text)
+        parts = [(places.first(begin), places.after(end)) for begin, end in chat.learned]
+        if chat.is_marked:
+            marked: Any = tokenizer.apply_chat_template(
+                chat.messages, return_dict=True, return_assistant_tokens_mask=True, **chat.options
+            )
+            within = {token for begin, end in parts for token in range(begin, end)}
+            is_learned = [bool(mark) and token in within for token, mark in enumerate(marked["assistant_masks"])]
+            learned = np.flatnonzero(np.diff([False, *is_learned, False])).tolist()
+        else:
+            learned = []
+            for number, (begin, end) in enumerate(parts, start=1):
+                # An empty last answer stays if the template writes no end, because the end token is appended to it.
+                if begin < end or (number == len(parts) and not chat.has_end):
+                    learned += [begin, end]
         if not learned and (example.outputs[0].strip() or not chat.learned):
             raise UserError(
                 f"{place_of(example)}the tokenizer's chat template does not write the answer of the assistant; give a "
                 "template that does in tokenizer_config.json, or rows of prompt and completion"
             )
-        ids = chat_places.ids if chat.has_end else [*chat_places.ids, end_of_turn(tokenizer)]
+        ids = places.ids if chat.has_end else [*places.ids, end_of_turn(tokenizer)]
         learned = learned if chat.has_end else [*learned[:-1], len(ids)]
         learned = learned or [len(ids), len(ids)]  # nothing is learned of an empty answer without an end
         # A student that writes its answers itself answers the last prompt that is within the limit.
@@ -291,26 +295,6 @@ class _Places:
             return token
         span = self._batch.token_to_chars(self._index, token)
         return token + (span is not None and span.start < character)
-
-
-def _find_learned(chat: AnsweredChat, places: _Places, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
-    """Return the learned parts of a chat, each with its first token and the end.
-
-    A token is learned if any of its characters is.
-    """
-    parts = [(places.first(begin), places.after(end)) for begin, end in chat.learned]
-    if chat.is_marked:
-        marked: Any = tokenizer.apply_chat_template(
-            chat.messages, return_dict=True, return_assistant_tokens_mask=True, **chat.options
-        )
-        within = {token for begin, end in parts for token in range(begin, end)}
-        is_learned = [bool(mark) and token in within for token, mark in enumerate(marked["assistant_masks"])]
-        steps = np.flatnonzero(np.diff([False, *is_learned, False])).tolist()
-        return list(zip(steps[::2], steps[1::2], strict=True))
-    # An empty last answer stays if the template writes no end, because the end token is still appended to it.
-    return [(begin, end) for begin, end in parts[:-1] if begin < end] + [
-        (begin, end) for begin, end in parts[-1:] if begin < end or not chat.has_end
-    ]
 
 
 def parts_before(item: Encoded) -> dict[int, list[int]]:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -233,19 +232,19 @@ class SplitWriter:
 
     def add(self, split: str, pieces: Iterable[Sequence[Item]], layout: Layout[Item]) -> None:
         """Write the examples of a split, in one or more pieces; the first decides the types of the columns."""
-        batches = (self._make_batch(items, layout) for items in pieces)
-        first = next(batches)
-        with pa.ipc.new_file(str(self._file(split, "arrow")), first.schema) as writer:
-            for batch in chain([first], batches):
+        writer = None
+        with ExitStack() as stack:
+            for items in pieces:
+                columns = {}
+                for name, kind in layout.columns.items():
+                    values = [getattr(item, name) for item in items]
+                    flat = [value.ravel() if isinstance(value, np.ndarray) else value for value in values]
+                    columns[name] = pa.array(flat, self._token_ids if kind is TOKEN_IDS else kind)
+                batch = pa.record_batch(columns)
+                if writer is None:
+                    writer = stack.enter_context(pa.ipc.new_file(str(self._file(split, "arrow")), batch.schema))
                 writer.write_batch(batch)
-
-    def _make_batch(self, items: Sequence[Item], layout: Layout[Item]) -> pa.RecordBatch:
-        columns = {}
-        for name, kind in layout.columns.items():
-            values = [getattr(item, name) for item in items]
-            flat = [value.ravel() if isinstance(value, np.ndarray) else value for value in values]
-            columns[name] = pa.array(flat, self._token_ids if kind is TOKEN_IDS else kind)
-        return pa.record_batch(columns)
+        assert writer is not None, "a split has a piece at least"
 
     def add_text(self, split: str, value: Any) -> None:
         """Write what is not numbers, as JSON, for `StoredSplits.text`."""

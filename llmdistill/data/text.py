@@ -130,8 +130,13 @@ class MixedSequences:
             part, count = self.parts[number], self.counts[number]
             # The sequences of a text are counted through the epochs of the mixture without end.
             own_epoch, offset = divmod(epoch * count + index - int(self._ends[number] - count), len(part))
-            own_index = _spread_index(offset, len(part), (seed, own_epoch, number))
-            sequences.append(part.read(seed, own_epoch, own_index, number))
+            # A step of about the golden ratio of the size spreads even the first few sequences over the whole text, and
+            # needs no memory, unlike a permutation of a large text. Without a common divisor it reaches all of them.
+            start = int(np.random.default_rng((seed, own_epoch, number, _STRIDE)).integers(len(part)))
+            stride = round(len(part) * 0.618)
+            while math.gcd(stride, len(part)) != 1:
+                stride += 1
+            sequences.append(part.read(seed, own_epoch, (start + offset * stride) % len(part), number))
         return self.parts[0].collate(sequences)
 
     def length(self, place: int) -> int:
@@ -150,19 +155,6 @@ class MixedSequences:
 def mixture_counts(sizes: Sequence[int], exponent: float) -> list[int]:
     """Return how many sequences of an epoch each text gives: `share_out` by its size to the power of the exponent."""
     return share_out(sum(sizes), [size**exponent for size in sizes])
-
-
-def _spread_index(offset: int, size: int, key: tuple[int, int, int]) -> int:
-    """Return the index at an offset of an order of 0, 1, ... size - 1 that depends on the key.
-
-    A step of about the golden ratio of the size spreads even the first few indices over the whole text, and needs no
-    memory, unlike a permutation of a large text.
-    """
-    start = int(np.random.default_rng((*key, _STRIDE)).integers(size))
-    step = round(size * 0.618)
-    while math.gcd(step, size) != 1:
-        step += 1
-    return (start + offset * step) % size
 
 
 def validation_batches(

@@ -38,23 +38,19 @@ class TextSet(NamedTuple):
             if self.lines:
                 text = PARAGRAPH.join(line if line.strip() else "" for line in text.splitlines(keepends=True))
         else:
-            text = PARAGRAPH.join(_read_texts(self.data))
+            if isinstance(self.data, str | Path):
+                rows: Iterable[tuple[Any, str]] = open_rows(self.data, streaming=True)
+            else:
+                rows = ((row, f"row {number}") for number, row in enumerate(rows_in_memory(self.data), start=1))
+            texts = []
+            for row, source in rows:
+                row_text = row.get("text") if isinstance(row, Mapping) else row
+                if not isinstance(row_text, str):
+                    keys_or_type = sorted(row) if isinstance(row, Mapping) else type(row).__name__
+                    raise UserError(f'{source}: the key "text" is missing or no string (there are {keys_or_type})')
+                texts.append(row_text)
+            text = PARAGRAPH.join(texts)
         if not text.strip():
             name = self.data if isinstance(self.data, str | Path) else "data"
             raise UserError(f"{name}: holds no text; give at least one line of it")
         return text
-
-
-def _read_texts(data: Data) -> list[str]:
-    if isinstance(data, str | Path):
-        rows: Iterable[tuple[Any, str]] = open_rows(data, streaming=True)
-    else:
-        rows = ((row, f"row {number}") for number, row in enumerate(rows_in_memory(data), start=1))
-    texts = []
-    for row, source in rows:
-        text = row.get("text") if isinstance(row, Mapping) else row
-        if not isinstance(text, str):
-            keys_or_type = sorted(row) if isinstance(row, Mapping) else type(row).__name__
-            raise UserError(f'{source}: the key "text" is missing or no string (there are {keys_or_type})')
-        texts.append(text)
-    return texts

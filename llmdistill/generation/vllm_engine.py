@@ -138,19 +138,19 @@ class VllmScorer:
             sampling_params=[self._params] * len(token_ids),
             use_tqdm=False,
         )
-        return [self._to_top_k(ids, result) for ids, result in zip(token_ids, results, strict=True)]
-
-    def _to_top_k(self, ids: list[int], result: Any) -> TopK:
-        # vLLM's entry of a token is the distribution from which it came, which is the one after the token before it.
-        entries = [*(result.prompt_logprobs or [])[1:], *(result.outputs[0].logprobs or [])]
-        log_probs = [{token: value.logprob for token, value in (entry or {}).items()} for entry in entries]
-        top = to_top_k(log_probs, self._k) if len(entries) == len(ids) else None
-        if top is None:
-            raise UserError(
-                f"--cache.engine vllm: this vLLM does not give the {self._k} most likely tokens after each of "
-                f"{len(ids)} tokens; take --cache.engine hf"
-            )
-        return top
+        tops = []
+        for ids, result in zip(token_ids, results, strict=True):
+            # vLLM's entry of a token is the distribution from which it came: the one after the token before it.
+            entries = [*(result.prompt_logprobs or [])[1:], *(result.outputs[0].logprobs or [])]
+            log_probs = [{token: value.logprob for token, value in (entry or {}).items()} for entry in entries]
+            top = to_top_k(log_probs, self._k) if len(entries) == len(ids) else None
+            if top is None:
+                raise UserError(
+                    f"--cache.engine vllm: this vLLM does not give the {self._k} most likely tokens after each of "
+                    f"{len(ids)} tokens; take --cache.engine hf"
+                )
+            tops.append(top)
+        return tops
 
 
 def to_top_k(entries: Sequence[Mapping[int, float]], k: int) -> TopK | None:
