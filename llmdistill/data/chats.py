@@ -104,18 +104,18 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
     older = [place for place, turn in enumerate(example.messages) if turn.role == "assistant"]
     learned = [place for place in older if example.messages[place].is_learned] if turns == "all" else []
     if not chat.frame.writes_answers:
-        return chat.answered([], [last], is_marked=False, has_end=True)
+        return chat.finish([], [last], is_marked=False, has_end=True)
     template = tokenizer.get_chat_template(None, [dict(tool) for tool in example.tools] or None)
     if _MARKED.search(template):
         # The marks say what is learned, within the answers that are to be.
-        parts = [(0, len(chat.text))] if learned == older else [chat.region(place) for place in [*learned, last]]
-        return chat.answered(parts, [*learned, last], is_marked=True, has_end=True)
-    begin = chat.begin(last)
-    end, has_end = chat.end_of_last(begin)
+        parts = [(0, len(chat.text))] if learned == older else [chat.find_region(place) for place in [*learned, last]]
+        return chat.finish(parts, [*learned, last], is_marked=True, has_end=True)
+    begin = chat.find_begin(last)
+    end, has_end = chat.find_end(begin)
     if begin >= end and answer.content.strip():
-        return chat.answered([], [last], is_marked=False, has_end=True)
+        return chat.finish([], [last], is_marked=False, has_end=True)
     try:
-        parts = [part for place in learned for part in chat.parts(place)]
+        parts = [part for place in learned for part in chat.find_parts(place)]
         if any(stop > start for (_, stop), (start, _) in pairwise([*parts, (begin, end)])):
             raise _Unclear
     except (_Unclear, UserError):  # a template may refuse the beginning of a conversation
@@ -124,7 +124,7 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
             "such a conversation the last answer alone is learned (data.turns=last)"
         )
         learned, parts = [], []
-    return chat.answered([*parts, (begin, end)], [*learned, last], is_marked=False, has_end=has_end)
+    return chat.finish([*parts, (begin, end)], [*learned, last], is_marked=False, has_end=has_end)
 
 
 @dataclass
@@ -142,26 +142,26 @@ class _Chat:
         self.text = self._render(self.messages)
         self.frame = frame_of(self.tokenizer, self.example.template_options)
 
-    def answered(
+    def finish(
         self, parts: list[tuple[int, int]], places: Sequence[int], *, is_marked: bool, has_end: bool
     ) -> AnsweredChat:
         prompts = []
         for place in places[:-1]:
             with suppress(UserError):  # a template may refuse the beginning of a conversation
-                prompts.append(self.prompt(place))
-        prompts.append(self.prompt(places[-1]))
+                prompts.append(self.render_prompt(place))
+        prompts.append(self.render_prompt(places[-1]))
         messages = as_the_template_reads(self.messages, self.tokenizer)
         return AnsweredChat(self.text, parts, prompts, is_marked, has_end, messages, _template_options(self.example))
 
-    def prompt(self, place: int) -> str:
+    def render_prompt(self, place: int) -> str:
         """Return the prompt that the message at this place answers."""
         if place not in self._prompts:
             self._prompts[place] = _render_prompt(self.tokenizer, self.messages[:place], self.example)
         return self._prompts[place]
 
-    def begin(self, place: int) -> int:
+    def find_begin(self, place: int) -> int:
         """Return where the answer at this place begins in the text: after the prompt, if the text begins with it."""
-        prompt = self.prompt(place)
+        prompt = self.render_prompt(place)
         if self.text.startswith(prompt):
             return len(prompt)
         if place == len(self.messages) - 1:
@@ -186,7 +186,7 @@ class _Chat:
         previous = max((self.text.rfind(content, 0, answer) for content in contents), default=0)
         return header + len(self.frame.prompt) if header >= previous >= 0 else answer
 
-    def end_of_last(self, begin: int) -> tuple[int, bool]:
+    def find_end(self, begin: int) -> tuple[int, bool]:
         """Return where the last turn ends in the text, and whether the template writes an end."""
         tail, last = self.frame.tail, self.frame.last
         if last and self.text.endswith(tail) and len(self.text) - len(tail) >= begin:
@@ -196,27 +196,27 @@ class _Chat:
         is_other = any(stripped.endswith(token.content) for token in self.tokenizer.added_tokens_decoder.values())
         return (len(stripped), True) if last and is_other and len(stripped) > begin else (len(self.text), False)
 
-    def parts(self, place: int) -> list[tuple[int, int]]:
+    def find_parts(self, place: int) -> list[tuple[int, int]]:
         """Return where an older answer stands in the text, with the end of its turn: nearly always one part."""
-        begin, message = self.begin(place), self.messages[place]
+        begin, message = self.find_begin(place), self.messages[place]
         content = str(message["content"]).strip()
         following_answer = next(n for n in count(place + 1) if self.messages[n]["role"] == "assistant")
-        limit = max(begin, self.begin(following_answer))
+        limit = max(begin, self.find_begin(following_answer))
         written = self.text.find(content, begin, limit)
         answered = begin if written < 0 else written + len(content)
         if self.frame.separator and self.messages[place + 1]["role"] == "user":
             separator = self.text.find(self.frame.separator, answered)
             if separator >= 0:
                 return [(begin, separator + len(self.frame.inner))]
-        if end := self._find_end(place, message, begin, answered):
+        if end := self._find_older_end(place, message, begin, answered):
             return [(begin, end)]
         # A template may leave out the reasoning before a call of a tool once answers follow (gpt-oss).
         call: Message = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
-        if end := self._find_end(place, call, begin, answered):
+        if end := self._find_older_end(place, call, begin, answered):
             return [(begin, end)]
         # It may also leave out the text beside the call, or write it behind the results of the tools (Gemma 4).
         silent = [{**candidate, "content": ""} for candidate in (message, call) if "tool_calls" in candidate]
-        ends = (self._find_end(place, candidate, begin, begin) for candidate in silent)
+        ends = (self._find_older_end(place, candidate, begin, begin) for candidate in silent)
         end = next((end for end in ends if end), 0)
         if end and written < 0:
             _warn_once(
@@ -229,7 +229,7 @@ class _Chat:
             return [(begin, end), (written, written + max(len(content), len(rest)))]
         raise _Unclear
 
-    def _find_end(self, place: int, message: Message, begin: int, answered: int) -> int:
+    def _find_older_end(self, place: int, message: Message, begin: int, answered: int) -> int:
         """Return where an older answer ends, if the template renders it as this message at the end of a chat; or 0."""
         # Whoever speaks next, both texts are equal up to the header of the next turn. Two renderings are tried, because
         # a turn of the user may change the answer before it: many templates then leave out its reasoning.
@@ -244,12 +244,12 @@ class _Chat:
                 return end
         return 0
 
-    def region(self, place: int) -> tuple[int, int]:
+    def find_region(self, place: int) -> tuple[int, int]:
         """Return the part from one answer to the next, for templates that mark what is learned within it."""
         header = len(self.frame.prompt)  # which the marks of some templates include (gpt-oss)
         later = [n for n in range(place + 1, len(self.messages)) if self.messages[n]["role"] == "assistant"]
-        end = self.begin(later[0]) - header if later else len(self.text)
-        return max(0, self.begin(place) - header), max(0, end)
+        end = self.find_begin(later[0]) - header if later else len(self.text)
+        return max(0, self.find_begin(place) - header), max(0, end)
 
     def _render(self, messages: list[Message]) -> str:
         return _render(self.tokenizer, messages, self.example)

@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.memory import rows_in_memory
+from llmdistill.data.random_streams import DOCUMENTS
 from llmdistill.data.readers import READERS, content_sha256, text_lines
 from llmdistill.data.references import text_files
 from llmdistill.data.sources import Data, open_rows
@@ -29,8 +30,6 @@ _FORMAT = 2
 
 _AT_ONCE = 512
 """Number of segments that are tokenized and then written together."""
-
-_DOCUMENTS = 4  # separates these random numbers from those of windows, sequences and answers
 
 Segments = Iterator[tuple[tuple[int, int], str]]
 """The lines of a text, each with its document: number of the file and number in the file."""
@@ -220,7 +219,7 @@ def draw_documents(segments: Segments, fraction: float, seed: int) -> Segments:
     """
     # Fraction("0.1") is exactly one in ten, while the float 0.1 is slightly more.
     documents_per_draw = 1 / Fraction(str(fraction))
-    rng = np.random.default_rng((seed, 0, _DOCUMENTS))
+    rng = np.random.default_rng((seed, 0, DOCUMENTS))
     drawn = group = end = 0
     for number, (_, document) in enumerate(groupby(segments, key=itemgetter(0))):
         if number == end:

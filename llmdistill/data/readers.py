@@ -86,7 +86,7 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def jsonl_rows(path: Path) -> Rows:
+def read_jsonl(path: Path) -> Rows:
     for number, line in enumerate(text_lines(path), start=1):
         if not line.strip():
             continue
@@ -113,7 +113,7 @@ def _read_json(path: Path) -> Rows:
         raise read_error(path, "UTF-8 text", error) from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # the file is JSONL with the ending .json
-            yield from jsonl_rows(path)
+            yield from read_jsonl(path)
             return
         where = f"{path}:{error.lineno}"
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one array") from error
@@ -133,6 +133,7 @@ def _read_csv(path: Path) -> Rows:
 
     Cells may be quoted, and have line breaks in them. The place is that of the row's first line.
     """
+    # The limit is the whole process's, and other code may have raised it.
     csv.field_size_limit(max(csv.field_size_limit(), MOST_BYTES))
     reader = csv.reader(text_lines(path, newline=""), strict=True)
 
@@ -175,11 +176,12 @@ def _read_tsv(path: Path) -> Rows:
                 continue
             cells = line.rstrip("\r\n").split("\t")
             width = width or len(cells)
+            # A last cell whose quote does not close goes on in the next line, unless that line is a row itself.
             is_open = cells[-1].startswith('"') and cells[-1].count('"') % 2 == 1
             if is_open and len(cells) == width:
                 if not ahead:
                     ahead.extend(islice(lines, 1))
-                is_open = bool(ahead) and ahead[0][1].count("\t") != width - 1  # else the next line is a row
+                is_open = bool(ahead) and ahead[0][1].count("\t") != width - 1
             has_doubled = '""' in line and any(cell.startswith('"') and '""' in cell[1:-1] for cell in cells)
             if '"' in line and (len(cells) != width or is_open or has_doubled):
                 cells = quoted(line, cells, width)
@@ -231,7 +233,7 @@ def _name_cells(path: Path, records: Iterator[tuple[list[str], int]]) -> Rows:
         yield {name: cell or None for name, cell in pairs}, f"{path}:{line}"
 
 
-def tsv_rows(path: Path, *, header: Sequence[str] | None = None) -> Rows:
+def read_benchmark_tsv(path: Path, *, header: Sequence[str] | None = None) -> Rows:
     """Yield the rows of a benchmark's table with tabs between its cells and no quoting; each place is file:line.
 
     The first line is the header unless one is given. A row may lack its last cells.
@@ -266,6 +268,7 @@ def _read_row_groups(path: Path) -> Rows:
 
     with pq.ParquetFile(path) as file:
         texts = [column_field.name for column_field in file.schema_arrow if pa.types.is_string(column_field.type)]
+    # By default pyarrow buffers the pages of a whole row group before it unpacks the first.
     with pq.ParquetFile(path, read_dictionary=texts, pre_buffer=False, buffer_size=1 << 20) as file:
         number = 0
         for group in range(file.num_row_groups):
@@ -319,7 +322,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {
-    ".jsonl": jsonl_rows,
+    ".jsonl": read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".csv": _read_csv,

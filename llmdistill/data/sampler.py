@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import IGNORE_INDEX, Batch, Loader
+from llmdistill.data.random_streams import MIXTURE, WINDOW
 
 Item = TypeVar("Item", bound=Sized)
 """An example; its length is its number of tokens."""
 Element = TypeVar("Element")
-
-_WINDOW_ORDER = 3  # separates these random numbers from those of epochs, sequences and answers
-_MIXTURE = 6
 
 _SMALLEST_SHARE = 4
 """A window is at most this part of the data set. Examples of the same length are side by side in a window, so an
@@ -56,7 +54,7 @@ class Mixture:
             # where the one before stopped.
             places = np.arange(epoch * count, (epoch + 1) * count)
             for own_epoch in range(places[0] // size, places[-1] // size + 1):
-                own = np.random.default_rng((seed, own_epoch, number, _MIXTURE)).permutation(size)
+                own = np.random.default_rng((seed, own_epoch, number, MIXTURE)).permutation(size)
                 drawn.append(start + own[places[places // size == own_epoch] % size])
             start += size
         return np.random.default_rng((seed, epoch)).permutation(np.concatenate(drawn))
@@ -111,7 +109,7 @@ def bucket(
     size, rest = divmod(len(window), bucket_steps)
     assert rest == 0, "the window does not divide into global batches"
     number, offset = divmod(step, bucket_steps)
-    chosen = np.random.default_rng((seed, number, _WINDOW_ORDER)).permutation(bucket_steps)[offset]
+    chosen = np.random.default_rng((seed, number, WINDOW)).permutation(bucket_steps)[offset]
     # sorted is stable: examples of equal length stay in the order of the epoch.
     ordered = sorted(window, key=length, reverse=True)
     return ordered[chosen * size : (chosen + 1) * size]

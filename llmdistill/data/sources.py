@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from llmdistill.data.examples import Example
 from llmdistill.data.memory import rows_in_memory, without_format
-from llmdistill.data.readers import READERS, Rows, first_line, jsonl_rows, read_error, without_nulls
+from llmdistill.data.readers import READERS, Rows, first_line, read_error, read_jsonl, without_nulls
 from llmdistill.data.references import local_files, parts_of
 from llmdistill.data.rows import FORMAT_KEYS, describe_left_out, parse_rows
 from llmdistill.embedded import locate_data
@@ -122,7 +122,7 @@ def open_rows(reference: str | Path, *, streaming: bool = False) -> Rows:
 def _open_set(reference: str, streaming: bool) -> Rows:
     files, path = local_files(reference), locate_data(reference)
     if files is not None:
-        return chain.from_iterable(READERS.get(file.suffix.lower(), jsonl_rows)(file) for file in files)
+        return chain.from_iterable(READERS.get(file.suffix.lower(), read_jsonl)(file) for file in files)
     if os.path.isdir(path):
         import datasets
 
@@ -138,6 +138,7 @@ def _open_set(reference: str, streaming: bool) -> Rows:
         return _read_hub(as_typed(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
     # A colon inside the brackets of a slice is not a separator.
     name, *rest = re.split(r":(?![^\[]*\])", reference)
+    # DATA/FILE.jsonl would also be a name on the hub, but it is a file with a typing mistake.
     if path.suffix.lower() in READERS or not _HUB_NAME.fullmatch(name) or len(rest) > 2 or "" in rest:
         raise UserError(f"{reference}: no such file; {_HOW}")
     config = rest[0] if len(rest) == 2 else None

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import pad_rows, padding_mask, sample_id
 from llmdistill.data.masking import Masking
+from llmdistill.data.random_streams import SEQUENCE
 from llmdistill.data.store import TOKEN_IDS, Layout
 from llmdistill.errors import UserError
 from llmdistill.models.unembedded import check_rows
@@ -183,7 +184,8 @@ class MaskedTargets:
         for item, place in zip(items, places, strict=True):
             ids = np.array(item.ids)
             in_source = np.arange(len(ids)) < len(item.source_ids)
-            row, row_labels = self._masking(ids, in_source, np.random.default_rng((seed, *divmod(place, len(self)), 1)))
+            rng = np.random.default_rng((seed, *divmod(place, len(self)), SEQUENCE))
+            row, row_labels = self._masking(ids, in_source, rng)
             rows.append(row)
             labels.append(row_labels)
         return replace(

@@ -15,10 +15,9 @@ from llmdistill.data.collate import pad_rows, padding_mask
 from llmdistill.data.corpus import Corpus
 from llmdistill.data.layouts import TextSequence, lay_out
 from llmdistill.data.masking import Masking, special_mask
+from llmdistill.data.random_streams import SEQUENCE, STRIDE
 from llmdistill.data.sampler import share_out
 from llmdistill.errors import UserError
-
-_STRIDE = 5  # separates these random numbers from those of epochs, sequences, windows, documents and answers
 
 
 class TextSequences:
@@ -85,8 +84,7 @@ class TextSequences:
 
     def read(self, seed: int, epoch: int, index: int, *part: int) -> TextSequence:
         """Return the sequence at an index in an epoch; `part` is the number of this text among several."""
-        # The 1 separates index 0 from the random numbers of (seed, epoch) alone: the order of the epoch.
-        rng = np.random.default_rng((seed, epoch, index, 1, *part))
+        rng = np.random.default_rng((seed, epoch, index, SEQUENCE, *part))
         sequence = self.layout.read(index, rng)
         if self._masking is None:
             return sequence
@@ -132,7 +130,7 @@ class MixedSequences:
             own_epoch, offset = divmod(epoch * count + index - int(self._ends[number] - count), len(part))
             # A step of about the golden ratio of the size spreads even the first few sequences over the whole text, and
             # needs no memory, unlike a permutation of a large text. Without a common divisor it reaches all of them.
-            start = int(np.random.default_rng((seed, own_epoch, number, _STRIDE)).integers(len(part)))
+            start = int(np.random.default_rng((seed, own_epoch, number, STRIDE)).integers(len(part)))
             stride = round(len(part) * 0.618)
             while math.gcd(stride, len(part)) != 1:
                 stride += 1

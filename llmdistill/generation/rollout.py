@@ -13,10 +13,9 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded, collate
+from llmdistill.data.random_streams import ANSWER, STEP_KIND
 from llmdistill.data.sampler import StepLoader
 from llmdistill.generation.decode import inference, new_tokens
-
-_STEP_KIND, _ROW_NOISE = 1, 2  # keep the random streams of different purposes apart
 
 
 class Prompt(NamedTuple):
@@ -61,7 +60,7 @@ class OnPolicyLoader:
 
     def is_on_policy(self, step: int) -> bool:
         """Return whether the student generates the answers of this step, on every rank."""
-        return bool(np.random.default_rng((self.seed, step, _STEP_KIND)).random() < self.share)
+        return bool(np.random.default_rng((self.seed, step, STEP_KIND)).random() < self.share)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """Return this rank's micro batches of a step."""
@@ -74,7 +73,7 @@ class OnPolicyLoader:
             first_row = (number * self.world_size + self.rank) * len(items)
             prompts.append([])
             for row, item in enumerate(items, first_row):
-                [state] = np.random.SeedSequence((self.seed, step, row, _ROW_NOISE)).generate_state(1, np.uint64)
+                [state] = np.random.SeedSequence((self.seed, step, row, ANSWER)).generate_state(1, np.uint64)
                 prompts[-1].append(Prompt(item.last_prompt, int(state >> np.uint64(1))))  # 63 bits fit into int64
         batches = []
         for items, written in zip(micro_batches, self.writer.write(step, prompts), strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmdistill.config.data import TaskConfig
 from llmdistill.data.pairs import PairExample
-from llmdistill.data.readers import Rows, tsv_rows
+from llmdistill.data.readers import Rows, read_benchmark_tsv
 from llmdistill.data.sources import benchmark_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder
@@ -70,7 +70,7 @@ def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[P
     """
     folder, train = settings.dir, list[PairExample]()
     if not only_scores:
-        train = _examples(_hub_rows("en", "train") if folder is None else tsv_rows(_train_file(folder)))
+        train = _examples(_hub_rows("en", "train") if folder is None else read_benchmark_tsv(_train_file(folder)))
         if not train:
             raise UserError(f"{folder or _HUB}: holds no example of XNLI; take the official files, whole")
     examples: dict[str, dict[str, list[PairExample]]] = {split: {} for split in _SPLITS}
@@ -79,7 +79,7 @@ def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[P
             wanted = [language for language in settings.languages or LANGUAGES if language in LANGUAGES]
             by_language |= {language: _examples(_hub_rows(language, split)) for language in wanted}
             continue
-        for row, place in tsv_rows(_split_file(folder, split)):
+        for row, place in read_benchmark_tsv(_split_file(folder, split)):
             if not row.get("language"):
                 raise UserError(f"{place}: has no language, only {', '.join(row)}; take XNLI's own file")
             of_language = by_language.setdefault(row["language"], [])

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from llmdistill.data.pairs import PairExample
-from llmdistill.data.readers import Rows, tsv_rows
+from llmdistill.data.readers import Rows, read_benchmark_tsv
 from llmdistill.data.sources import benchmark_rows
 from llmdistill.errors import UserError
 
@@ -164,7 +164,7 @@ def _original_mrpc(task: GlueTask, split: Split, path: Path) -> Rows:
     """Read MRPC from its original files; GLUE's dev split is a part of the training set, given by a list of pairs."""
     ids = ("#1 ID", "#2 ID")
     # Whether the list has a header does not matter: that is no pair.
-    dev = {tuple(row.values()) for row, _ in tsv_rows(_there(path.with_name("dev_ids.tsv")), header=ids)}
+    dev = {tuple(row.values()) for row, _ in read_benchmark_tsv(_there(path.with_name("dev_ids.tsv")), header=ids)}
     for row, place in _tsv_rows(task, split, path):
         if (tuple(row.get(each) for each in ids) in dev) == (split == "dev"):
             yield row, place
@@ -173,7 +173,7 @@ def _original_mrpc(task: GlueTask, split: Split, path: Path) -> Rows:
 def _tsv_rows(task: GlueTask, split: Split, path: Path) -> Rows:
     is_test = split.startswith("test")
     needed = [*task.sentences, *([] if is_test else [task.label])]
-    for row, place in tsv_rows(_there(path), header=None if is_test else task.headerless or None):
+    for row, place in read_benchmark_tsv(_there(path), header=None if is_test else task.headerless or None):
         missing = [name for name in needed if name not in row]
         if not missing:
             yield row, place

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.data.pairs import PairExample
-from llmdistill.data.readers import Rows, tsv_rows
+from llmdistill.data.readers import Rows, read_benchmark_tsv
 from llmdistill.data.sources import open_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import plain_name
@@ -124,4 +124,8 @@ def table_rows(reference: str) -> Rows:
         UserError: immediately if there is no such file; for a row or a file that cannot be read, when it is read.
     """
     path = Path(reference)
-    return tsv_rows(path) if path.suffix.lower() == ".txt" and path.is_file() else open_rows(reference, streaming=True)
+    return (
+        read_benchmark_tsv(path)
+        if path.suffix.lower() == ".txt" and path.is_file()
+        else open_rows(reference, streaming=True)
+    )
