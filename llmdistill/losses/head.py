@@ -74,62 +74,42 @@ def token_losses(
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in student]
     if all(term.divergence is None for term in terms):
         teacher = None
-    if chunk is None:
-        chunk = _CPU_CHUNK
-        if student.rows.device.type != "cpu":
-            words = _vocabulary_size(student) if vocabulary is None else min(vocabulary, _vocabulary_size(student))
-            size = (student.rows if student.weight is None else student.weight).element_size()
-            chunk = max(1, _CUDA_CHUNK_BYTES // (size * max(1, words)))
-    return TokenLosses(
-        *_TokenLosses.apply(*student, needs, teacher, labels_N, tuple(terms), factors, vocabulary, chunk)
-    )
-
-
-class _TokenLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows_NK: Tensor,
-        weight_VK: Tensor | None,
-        bias_V: Tensor | None,
-        needs: list[bool],
-        teacher: TeacherRows | None,
-        labels_N: Tensor,
-        terms: tuple[TokenTerm, ...],
-        factors: Tensor,
-        vocabulary: int | None,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        head_inputs = HeadInputs(rows_NK, weight_VK, bias_V)
-        student = cut(head_inputs, vocabulary)
-        dtype = student.rows.dtype
+    with torch.no_grad():
+        head = cut(student, vocabulary)
+        dtype = head.rows.dtype
         exact = torch.promote_types(dtype, torch.float32)
-        half = (min(chunk, len(rows_NK)) + 1) // 2
+        if chunk is None:
+            chunk = _CPU_CHUNK
+            if student.rows.device.type != "cpu":
+                size = (student.rows if student.weight is None else student.weight).element_size()
+                chunk = max(1, _CUDA_CHUNK_BYTES // (size * max(1, _vocabulary_size(head))))
+        half = (min(chunk, len(head.rows)) + 1) // 2
         # Returns the teacher's side of some rows, at most `half` of them: the teacher's logits of a full chunk would
         # double the memory, while the student's products are faster on larger chunks.
         teacher_at: Callable[[slice], Tensor | TopK | SpanRows] | None = None
         if isinstance(teacher, HeadInputs):
-            head = cut(teacher, vocabulary)
-            teacher_at = partial(_compute_logits, head, buffer=head.rows.new_empty(half, _vocabulary_size(head)))
+            teacher_head = cut(teacher, vocabulary)
+            buffer = teacher_head.rows.new_empty(half, _vocabulary_size(teacher_head))
+            teacher_at = partial(_compute_logits, teacher_head, buffer=buffer)
         elif isinstance(teacher, SeveralHeads):
-            heads = tuple(cut(head, vocabulary) for head in teacher.heads)
+            heads = tuple(cut(teacher_head, vocabulary) for teacher_head in teacher.heads)
             teacher_at = partial(averaged_logits, teacher._replace(heads=heads))
         elif isinstance(teacher, OtherTokens):
             other_tokens = teacher._replace(head=cut(teacher.head, None))
-            teacher_at = SpanRows.of(student, other_tokens, labels_N, terms, exact).at
+            teacher_at = SpanRows.of(head, other_tokens, labels_N, terms, exact).at
         elif teacher is not None:
             teacher_at = teacher.at
-        factors = factors.to(device=rows_NK.device, dtype=exact)
+        factors = factors.to(device=head.rows.device, dtype=exact)
         inner_factors, unit = factors, None
         if dtype == torch.float16:
             # fp16 would lose derivatives as small as 1 / count, so the backward pass multiplies by `unit`.
             unit = factors.abs().max().clamp(min=torch.finfo(exact).tiny)
             inner_factors = factors / unit
-        gradients = _Gradients.of(head_inputs, needs, exact)
+        gradients = _Gradients.of(student, needs, exact)
         sums = torch.zeros_like(factors)
-        buffer = student.rows.new_empty(2 * half, _vocabulary_size(student))
-        for start in range(0, len(rows_NK), 2 * half or 1):
-            logits_NV = _compute_logits(student, slice(start, start + 2 * half), buffer)
+        buffer = head.rows.new_empty(2 * half, _vocabulary_size(head))
+        for start in range(0, len(head.rows), 2 * half or 1):
+            logits_NV = _compute_logits(head, slice(start, start + 2 * half), buffer)
             for part_NV in logits_NV.split(half):
                 here = slice(start, start + len(part_NV))
                 of_teacher = None if teacher_at is None else teacher_at(here)
@@ -137,23 +117,33 @@ class _TokenLosses(torch.autograd.Function):
                     part_NV, of_teacher, labels_N[here], terms, inner_factors, with_gradient=any(needs)
                 )
                 start = here.stop
-            gradients.add(student, logits_NV, slice(start - len(logits_NV), start))
+            gradients.add(head, logits_NV, slice(start - len(logits_NV), start))
+        total = (sums * factors).sum()
+    return TokenLosses(_KnownGradients.apply(total, gradients, unit, *student), sums)
+
+
+class _KnownGradients(torch.autograd.Function):
+    """Gives rows, weight and bias the gradients that were computed together with the total."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: Tensor, gradients: _Gradients, unit: Tensor | None, *_student: Tensor | None
+    ) -> Tensor:
         # Neither the gradients nor the weight go through save_for_backward: a gradient without another reference
         # becomes the parameter's gradient without a copy, and ZeRO-3 may release the weight.
         ctx.gradients, ctx.unit = gradients, unit
-        ctx.mark_non_differentiable(sums)
-        return (sums * factors).sum(), sums
+        return total.view_as(total)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        of_total, _ = incoming
+        (of_total,) = incoming
         if torch.is_grad_enabled():
             raise RuntimeError("the losses on tokens cannot be differentiated twice (create_graph=True)")
         if ctx.gradients is None:
             raise RuntimeError("the losses on tokens have one backward pass, and handed over their gradients in it")
         gradients, ctx.gradients = ctx.gradients, None
         scale = of_total if ctx.unit is None else of_total * ctx.unit
-        return *gradients.scaled(scale), None, None, None, None, None, None, None
+        return None, None, None, *gradients.scaled(scale)
 
 
 @dataclass

@@ -90,8 +90,9 @@ class TappedModel:
 
     def compute_own_logits(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """Return the logits (B, T, V), and the outputs of the last linear of the LM head, without taps."""
-        with self._head.watched() as outputs:
-            logits, _ = self._split_outputs(self._run(batch), batch)
+        with self._head.watched() as outputs, self._inputs(batch) as inputs:
+            result = self._forward(**inputs)
+        logits, _ = self._split_outputs(result, batch)
         assert logits is not None, "the model has no language-model head"
         return logits, outputs
 
@@ -104,8 +105,9 @@ class TappedModel:
         the backward pass.
         """
         batch = batch.with_label_rows(shift=self.shift)
-        with self._restrict_head(batch, (place,), compute):
-            return self._split_outputs(self._run(batch), batch)[0]
+        with self._restrict_head(batch, (place,), compute), self._inputs(batch) as inputs:
+            result = self._forward(**inputs)
+        return self._split_outputs(result, batch)[0]
 
     def inspect_head(self, batch: Batch, inspect: Callable[[HeadInputs], None]) -> None:
         """Run the model without taps; `inspect` gets the LM head's inputs at the labels, or the logits there."""
@@ -129,8 +131,8 @@ class TappedModel:
     def __call__(self, batch: Batch) -> Outputs:
         """Run the model on a batch, and compute the logits of every token."""
         batch = batch.with_label_rows(shift=self.shift)
-        with self._recorder.recording(mask=batch.mask):
-            result = self._run(batch)
+        with self._recorder.recording(mask=batch.mask), self._inputs(batch) as inputs:
+            result = self._forward(**inputs)
         logits, sequences = self._split_outputs(result, batch)
         return Outputs(
             logits=None if logits is None else logits[..., : self._vocabulary],
@@ -150,8 +152,9 @@ class TappedModel:
         with (
             self._recorder.recording(mask=batch.mask),
             self._restrict_head(batch, lm_head, keep_inputs),
+            self._inputs(batch) as inputs,
         ):
-            result = self._run(batch)
+            result = self._forward(**inputs)
         logits, sequences = self._split_outputs(result, batch)
         if lm_head and not self.shortcut and logits is not None:
             keep_inputs(_select_logits(logits, batch, lm_head))
@@ -181,8 +184,8 @@ class TappedModel:
         # Forward pass. The terms of layers are computed as their taps arrive, and those of the LM head in place of its
         # product, so that neither the taps of all layers nor the logits of the batch are in memory at once.
         recording = self._recorder.recording(layers.compute_ready, mask=batch.mask)
-        with recording, self._restrict_head(batch, head.places, head):
-            result = self._run(batch)
+        with recording, self._restrict_head(batch, head.places, head), self._inputs(batch) as inputs:
+            result = self._forward(**inputs)
         self._recorder.pop_taps()
 
         # Terms of the LM head: with the shortcut the output in place of the logits is their total already.
@@ -215,7 +218,9 @@ class TappedModel:
         if self._pooler is not None:
             self._pooler.remove()
 
-    def _run(self, batch: Batch) -> Any:
+    @contextmanager
+    def _inputs(self, batch: Batch) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of the model's forward pass, which runs within the block with the mask among them."""
         config = self.model.config
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
         if has_segments(config):  # teacher and student get the same batch, and only one of them may have segments
@@ -238,7 +243,7 @@ class TappedModel:
         masked = nullcontext() if self.makes_mask else self._recorder.given_mask()
         pooling = nullcontext() if self._pooler is None else self._pooler.pooling(batch.attention_mask)
         with masked, pooling, nullcontext() if has_family(config) else _translate_errors(config):
-            return self._forward(**{name: value for name, value in inputs.items() if value is not None})
+            yield {name: value for name, value in inputs.items() if value is not None}
 
     def _restrict_head(
         self, batch: Batch, places: Sequence[Positions], compute: Callable[[HeadInputs], Tensor]
