@@ -85,11 +85,11 @@ def _encode(
     for name, path in paths.items():
         tokenizer = load_tokenizer(path)
         encoded = encode_pairs(examples, tokenizer, max_positions(load_config(path), config.max_length))
-        if items and [each.input_ids for each in encoded] != [each.input_ids for each in items]:
+        if items and [item.input_ids for item in encoded] != [item.input_ids for item in items]:
             first = next(iter(paths))
             raise UserError(f"--model: {name} ({path}) cuts the text into other tokens than {first}; compare others")
         items = items or encoded
-    return items, [tokenizer.convert_ids_to_tokens(each.input_ids) for each in items]
+    return items, [tokenizer.convert_ids_to_tokens(item.input_ids) for item in items]
 
 
 def _layers(config: AttentionConfig, paths: Mapping[str, Path]) -> dict[str, int]:
@@ -117,13 +117,13 @@ def _layers(config: AttentionConfig, paths: Mapping[str, Path]) -> dict[str, int
 def _compare(config: AttentionConfig, maps: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the divergences of one text: of the maps that are drawn, and of all heads where both have equally many."""
     first = next(iter(maps.values()))
-    found = {}
+    divergences = {}
     for name, log_HTT in maps.items():
         heads = [MEAN] if config.heads is None else [str(head) for head in config.heads]
         kl = {head: float(map_divergence(_drawn(first, head), _drawn(log_HTT, head))[0]) for head in heads}
         shared = float(map_divergence(first, log_HTT).mean()) if len(first) == len(log_HTT) else None
-        found[name] = {"kl": kl, "kl_of_all_heads": shared}
-    return found
+        divergences[name] = {"kl": kl, "kl_of_all_heads": shared}
+    return divergences
 
 
 def _drawn(log_HTT: Tensor, head: str) -> Tensor:
@@ -182,12 +182,12 @@ def table(results: Mapping[str, Any]) -> TitledTable:
     rows = [
         [
             name,
-            f"{each['params']:,}",
-            str(each["layer"]),
-            *(f"{each['kl'][head]:.4f}" for head in heads),
-            "–" if each["kl_of_all_heads"] is None else f"{each['kl_of_all_heads']:.4f}",
+            f"{model['params']:,}",
+            str(model["layer"]),
+            *(f"{model['kl'][head]:.4f}" for head in heads),
+            "–" if model["kl_of_all_heads"] is None else f"{model['kl_of_all_heads']:.4f}",
         ]
-        for name, each in results["models"].items()
+        for name, model in results["models"].items()
     ]
     texts = f" and {count} texts" if count > 1 else ""
     title = f"Attention: divergence from {first} in nats, mean over queries{texts}"

@@ -63,28 +63,29 @@ def read_sentences(path: str | Path) -> list[Sentence]:
     tags: list[str] = []
     # An empty line ends the last sentence too.
     for number, line in enumerate(chain(text_lines(Path(path), newline="\n"), [""]), start=1):
-        fields = line.split()
+        fields, place = line.split(), f"{path}:{number}"
         if fields:
-            _check(fields, tags[-1] if tags else OUTSIDE, f"{path}:{number}")
-            words.append(fields[0])
-            tags.append(fields[2])
+            if len(fields) != 3:
+                raise UserError(
+                    f"{place}: {len(fields)} fields, expected word, part of speech and chunk tag; fix the line"
+                )
+            word, _, tag = fields
+            parts = _TAG.fullmatch(tag)
+            if parts is None:
+                raise UserError(f"{place}: chunk tag {tag!r}, expected B-TYPE, I-TYPE or O; fix the line")
+            kind, before = parts["type"], tags[-1] if tags else OUTSIDE
+            if parts["place"] == "I" and before not in (f"B-{kind}", f"I-{kind}"):
+                raise UserError(
+                    f"{place}: chunk tag I-{kind} after {before}: a chunk begins with B-{kind}; fix the line"
+                )
+            words.append(word)
+            tags.append(tag)
         elif words:
             sentences.append(Sentence(tuple(words), _spans(tags), number - len(words)))
             words, tags = [], []
     if not sentences:
         raise UserError(f"{path}: holds no sentence; give a file of CoNLL-2000 such as its train.txt")
     return sentences
-
-
-def _check(fields: Sequence[str], before: str, place: str) -> None:
-    if len(fields) != 3:
-        raise UserError(f"{place}: {len(fields)} fields, expected word, part of speech and chunk tag; fix the line")
-    found = _TAG.fullmatch(fields[2])
-    if found is None:
-        raise UserError(f"{place}: chunk tag {fields[2]!r}, expected B-TYPE, I-TYPE or O; fix the line")
-    kind = found["type"]
-    if found["place"] == "I" and before not in (f"B-{kind}", f"I-{kind}"):
-        raise UserError(f"{place}: chunk tag I-{kind} after {before}: a chunk begins with B-{kind}; fix the line")
 
 
 def _spans(tags: Sequence[str]) -> tuple[Span, ...]:
@@ -110,6 +111,6 @@ def draw_spans(spans: Sequence[Located], *, chunks: int, unlabeled: int, seed: i
     rng = np.random.default_rng(seed)
     drawn: list[Located] = []
     for is_chunk, count in ((True, chunks), (False, unlabeled)):
-        pool = [each for each in spans if (each.span.label != OUTSIDE) == is_chunk]
+        pool = [place for place in spans if (place.span.label != OUTSIDE) == is_chunk]
         drawn += [pool[index] for index in rng.permutation(len(pool))[:count]]
     return [drawn[index] for index in rng.permutation(len(drawn))]

@@ -38,7 +38,7 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
         name: encode_sentences(sentences, tokenizers[name], max_positions(load_config(path), _TOKENS))
         for name, path in models.paths.items()
     }
-    read = [each for each in located(sentences) if all(is_read(each, tokens) for _, tokens in encoded.values())]
+    read = [span for span in located(sentences) if all(is_read(span, tokens) for _, tokens in encoded.values())]
     drawn = {
         seed: draw_spans(read, chunks=config.chunks, unlabeled=config.unlabeled, seed=seed) for seed in config.seeds
     }
@@ -47,22 +47,23 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
     asked = {
         **{key: getattr(config, key) for key in _ASKED if key != "data"},
         "dtype": models.dtype,
-        "spans": digest([[[each.sentence, *each.span] for each in spans] for spans in drawn.values()]),
+        "spans": digest([[[place.sentence, *place.span] for place in spans] for spans in drawn.values()]),
         "content of data": fingerprint(config.data),
     }
 
     def score(name: str, model: PreTrainedModel) -> dict[str, Any]:
         by_seed = []
         for seed, spans in drawn.items():
-            padding, labels = tokenizers[name].pad_token_id, [each.span.label for each in spans]
+            padding, labels = tokenizers[name].pad_token_id, [place.span.label for place in spans]
             ends = end_vectors(model, *encoded[name], spans, pad_token_id=padding, batch_size=config.batch_size)
-            scores = (cluster_score(represent(each), labels, held_out=config.held_out, seed=seed) for each in ends)
-            by_seed.append(list(scores))
+            by_seed.append(
+                [cluster_score(represent(of_layer), labels, held_out=config.held_out, seed=seed) for of_layer in ends]
+            )
         return {"nmi": [over_seeds(values) for values in zip(*by_seed, strict=True)]}
 
     size = len(drawn[config.seeds[0]])
     entries = models.score_each(score, asked=asked, on=f"{len(drawn)} x {size} spans", head="none")
-    labels = dict(Counter(each.span.label for spans in drawn.values() for each in spans).most_common())
+    labels = dict(Counter(place.span.label for spans in drawn.values() for place in spans).most_common())
     warnings, wanted = _unread(config.data, sentences, encoded), config.chunks + config.unlabeled
     if size < wanted:
         warnings.append(f"{config.data} has {size} of the {wanted} spans that were asked for")
@@ -85,7 +86,7 @@ def check_file(path: Path) -> None:
 
 def _check_count(data: str, held_out: int, spans: Sequence[Located]) -> None:
     """Check that k-means sees at least as many spans as it makes clusters."""
-    clusters = len({each.span.label for each in spans})
+    clusters = len({place.span.label for place in spans})
     if clusters < 2:
         raise UserError(f"{data}: its spans are of {clusters} labels, and clusters need 2; give another file")
     if len(spans) - held_out < clusters:
@@ -99,8 +100,12 @@ def _unread(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]
     """Return a sentence for the models that do not read the same words."""
     unread: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for name, (_, tokens) in encoded.items():
-        found = [(index, int(word)) for index, each in enumerate(tokens) for word in np.flatnonzero(each[:, 0] < 0)]
-        unread.setdefault(tuple(found), []).append(name)
+        places = [
+            (index, int(word))
+            for index, of_sentence in enumerate(tokens)
+            for word in np.flatnonzero(of_sentence[:, 0] < 0)
+        ]
+        unread.setdefault(tuple(places), []).append(name)
     warnings = []
     for words, names in unread.items():
         if words:
@@ -115,7 +120,7 @@ def _unread(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]
 
 def table(results: Mapping[str, Any]) -> TitledTable:
     models = results["models"]
-    columns = [[show_seeds(value, 3) for value in each["nmi"]] for each in models.values()]
+    columns = [[show_seeds(value, 3) for value in model["nmi"]] for model in models.values()]
     rows = [[str(layer), *scores] for layer, scores in enumerate(zip_longest(*columns, fillvalue=""), start=1)]
     scored = f"{results['held_out']} held-out spans" if results["held_out"] else "the clustered spans themselves"
     seeds = count_seeds(len(results["seeds"]))
@@ -126,8 +131,8 @@ def table(results: Mapping[str, Any]) -> TitledTable:
 def _draw(models: Mapping[str, Any]) -> Drawing:
     styles = method_styles(list(models))
     curves = []
-    for name, each in models.items():
-        by_layer = {float(layer): value["seeds"] for layer, value in enumerate(each["nmi"], start=1)}
+    for name, model in models.items():
+        by_layer = {float(layer): value["seeds"] for layer, value in enumerate(model["nmi"], start=1)}
         curves.append((name, styles[name], curve_of(by_layer)))
     caption = "Mean over seeds; the band goes from the lowest to the highest seed."
     figure = plot_panels({"normalized mutual information": curves}, "layer", scores=True)

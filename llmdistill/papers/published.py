@@ -47,10 +47,10 @@ class PublishedReport:
 
     def cells(self, row: TableRow) -> list[Spread | None]:
         """Return our score in each column, and their mean over columns if all columns have scores."""
-        columns, found = self.table.columns, self.measured.get(row.name)
-        if found is None or found.error is not None:
+        columns, measured = self.table.columns, self.measured.get(row.name)
+        if measured is None or measured.error is not None:
             return [None] * (len(columns) + self.table.average)
-        scores = [found.scores.get((each.column, each.metric)) for each in columns]
+        scores = [measured.scores.get((column.column, column.metric)) for column in columns]
         cells = [None if values is None else spread(values) for values in scores]
         if not self.table.average:
             return cells
@@ -72,14 +72,14 @@ class PublishedReport:
     @property
     def note(self) -> str:
         """Which of the paper's figures are of other examples than ours; "" if none are."""
-        on_server = [each.label for each in self.table.columns if each.on_server]
+        on_server = [column.label for column in self.table.columns if column.on_server]
         if not on_server:
             return ""
         return f"The paper's figures for {', '.join(on_server)} are of GLUE's test sets, ours of the dev sets."
 
     @property
     def header(self) -> list[str]:
-        return [*(each.label for each in self.table.columns), *([AVERAGE] if self.table.average else [])]
+        return [*(column.label for column in self.table.columns), *([AVERAGE] if self.table.average else [])]
 
 
 def published_report(folder: Path, report: PublishedReport) -> StudyReport:
@@ -145,13 +145,13 @@ def draw_rows(report: PublishedReport) -> list[Drawing]:
 def _shown(row: TableRow, report: PublishedReport) -> dict[str, tuple[str, str]]:
     """Return by column the texts of our score and of the paper's figure, first those of the average, "" for none."""
     cells = report.cells(row)
-    figures = ["" if each is None else max(f"{each:.1f}", f"{each:g}", key=len) for each in row.published]
+    figures = ["" if figure is None else max(f"{figure:.1f}", f"{figure:g}", key=len) for figure in row.published]
     texts = ["–" if cell is None else show_seeds(cell.to_dict()) for cell in cells]
     shown = dict(zip(report.header, zip(texts, figures, strict=True), strict=True))
     if not report.table.average:
         return shown
     first = {AVERAGE: shown.pop(AVERAGE)}
-    teacher = next((each for each in report.table.rows if each.name == TEACHER), None)
+    teacher = next((other for other in report.table.rows if other.name == TEACHER), None)
     if teacher is not None:
         means = [None if cell is None else cell.mean for cell in (cells[-1], report.cells(teacher)[-1])]
         paper = _distance(row.published[-1], teacher.published[-1])

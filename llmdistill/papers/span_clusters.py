@@ -54,27 +54,20 @@ def encode_sentences(
     check_rows(tokenizer, encoded["input_ids"], lambda number, _: texts[number])
     types = encoded.get("token_type_ids") or [None] * len(texts)
     items = [EncodedPair(ids, kinds, None) for ids, kinds in zip(encoded["input_ids"], types, strict=True)]
-    offsets = encoded["offset_mapping"]
-    tokens = [
-        _word_tokens(each.words, where, may_be_cut=len(where) >= max_length)
-        for each, where in zip(sentences, offsets, strict=True)
-    ]
+    tokens = []
+    for sentence, offsets in zip(sentences, encoded["offset_mapping"], strict=True):
+        ends_of_words = np.full((len(sentence.words), 2), NOT_READ)
+        starts = np.cumsum([0, *(len(word) + 1 for word in sentence.words)])
+        for token, (start, end) in enumerate(offsets):
+            # A token may begin with the space before its word, or be a space; special tokens have no character.
+            word = int(np.searchsorted(starts, end, side="left")) - 1
+            if start < min(end, starts[word + 1] - 1):
+                first = ends_of_words[word, 0]
+                ends_of_words[word] = first if first != NOT_READ else token, token
+        if len(offsets) >= max_length:  # the sentence may be cut, and its last word with it
+            ends_of_words[starts[1:] - 1 > max(end for _, end in offsets)] = NOT_READ
+        tokens.append(ends_of_words)
     return items, tokens
-
-
-def _word_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]], *, may_be_cut: bool) -> np.ndarray:
-    """Return the first and the last token of each word (words, 2), from the characters of each token."""
-    tokens = np.full((len(words), 2), NOT_READ)
-    starts = np.cumsum([0, *(len(word) + 1 for word in words)])
-    read = max(end for _, end in offsets)
-    for token, (start, end) in enumerate(offsets):
-        # A token may begin with the space before its word, or be a space; special tokens have no character.
-        word = int(np.searchsorted(starts, end, side="left")) - 1
-        if start < min(end, starts[word + 1] - 1):
-            tokens[word] = tokens[word, 0] if tokens[word, 0] != NOT_READ else token, token
-    if may_be_cut:
-        tokens[starts[1:] - 1 > read] = NOT_READ
-    return tokens
 
 
 @torch.no_grad()
@@ -92,10 +85,10 @@ def end_vectors(
     The model is an encoder in evaluation mode; `encode_sentences` returns `items` and `tokens`.
     """
     layers = range(shape_of(model.config).num_layers)
-    needed = sorted({each.sentence for each in drawn})
+    needed = sorted({place.sentence for place in drawn})
     spans_of: dict[int, list[int]] = {index: [] for index in needed}
-    for number, each in enumerate(drawn):
-        spans_of[each.sentence].append(number)
+    for number, place in enumerate(drawn):
+        spans_of[place.sentence].append(number)
     vectors = np.empty((len(layers), len(drawn), 2, model.config.hidden_size), dtype=np.float32)
     collate = partial(collate_pairs, pad_token_id=pad_token_id)
     batches = scoring_batches([items[index] for index in needed], collate, batch_size=batch_size)

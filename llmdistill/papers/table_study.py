@@ -118,7 +118,7 @@ class TableStudy(Study):
 
     def titles(self) -> list[str]:
         """Return the names of the tasks in tables, which are those of their folders."""
-        return [found.title(key) for found, key in self._benchmarks()]
+        return [benchmark.title(key) for benchmark, key in self._benchmarks()]
 
     def _benchmarks(self) -> list[tuple[type[Benchmark], str]]:
         return [named_benchmark(name) for name in self.names]
@@ -136,17 +136,19 @@ class TableStudy(Study):
         """Do what is not finished, and return the scores of each row; one that fails does not stop the others."""
         rows = [PlannedRow(key=key, trials=[self.trial(key)]) for key in self.recipes()]
         with Progress(len({row.trials[0].folder for row in rows}), self.describe) as shown:
-            trained = {key: each.first for key, each in self.run(rows, self.launcher, shown).items()}
+            trained = {key: outcome.first for key, outcome in self.run(rows, self.launcher, shown).items()}
         failed = {key: result for key, result in trained.items() if result.error is not None}
-        measured = {key: Measured(folder=str(each.trial.folder), error=each.error) for key, each in failed.items()}
+        measured = {
+            key: Measured(folder=str(result.trial.folder), error=result.error) for key, result in failed.items()
+        }
         left = [key for key in self.configs if key not in failed]
-        seconds = {key: each.seconds or 0.0 for key, each in trained.items()}
+        seconds = {key: result.seconds or 0.0 for key, result in trained.items()}
         if self.table.suite is not None:
-            return measured | self._score_as_they_are(left, seconds)
+            return measured | (self._score_side_by_side(left, seconds) if left else {})
         rows = [PlannedRow(key=key, trials=[self.fine_tuning(key)]) for key in left]
         with Progress(len(rows), self.describe) as shown:
             outcomes = self.run(rows, self.launcher.undivided, shown)
-        return measured | {key: _measured(each.first, seconds.get(key, 0.0)) for key, each in outcomes.items()}
+        return measured | {key: _measured(outcome.first, seconds.get(key, 0.0)) for key, outcome in outcomes.items()}
 
     def fine_tuning(self, key: str) -> Trial:
         """Return the fine-tuning of a row's model on every task."""
@@ -168,10 +170,8 @@ class TableStudy(Study):
         settings = checked(FineTuningConfig, values, METHODS, prefix="tasks.")
         return FineTuning(title, {}, config.seed, settings, launcher_flags=self.launcher.flags)
 
-    def _score_as_they_are(self, keys: Sequence[str], seconds: Mapping[str, float]) -> dict[str, Measured]:
-        """Score the models of rows side by side, by the only suite of a published table."""
-        if not keys:
-            return {}
+    def _score_side_by_side(self, keys: Sequence[str], seconds: Mapping[str, float]) -> dict[str, Measured]:
+        """Score the models of rows as they are, by the only suite of a published table."""
         assert self.table.suite == phrases.SUITE.name
         run, folder = self.configs[keys[0]], self.folder / phrases.SUITE.name
         named, file = [f"{key}={self.model(key)}" for key in keys], str(_chunk_file(self.tasks.data_dir))
@@ -185,7 +185,7 @@ class TableStudy(Study):
             measured[key] = Measured(
                 folder=str(folder),
                 model=entry["path"],
-                scores={(f"NMI-{layer}", "nmi"): [100 * value for value in found["seeds"]] for layer, found in layers},
+                scores={(f"NMI-{layer}", "nmi"): [100 * value for value in nmi["seeds"]] for layer, nmi in layers},
                 params=entry["params"],
                 warnings=results["warnings"] if key == keys[0] else (),
                 seconds=seconds.get(key, 0.0),
@@ -199,8 +199,8 @@ class TableStudy(Study):
             *(partial(load_config, locate(model)) for model in self.models.values()),
             *(partial(text_files, self.configs[key].data.train) for key in self.recipes()),
             *(partial(make_plans, self.trial(key).config) for key in self.recipes()),
-            *(partial(found.check_folder, folder, key, setting=setting) for found, key in self._benchmarks()),
-            *(partial(found.check_further, self.tasks.out_of_domain, key) for found, key in self._benchmarks()),
+            *(partial(benchmark.check_folder, folder, key, setting=setting) for benchmark, key in self._benchmarks()),
+            *(partial(benchmark.check_further, self.tasks.out_of_domain, key) for benchmark, key in self._benchmarks()),
             *([] if self.table.suite is None else [partial(_chunk_file, folder)]),
         ]
         sentences = []
@@ -223,12 +223,12 @@ class TableStudy(Study):
             listed = "; ".join(f"({number}) {sentence}" for number, sentence in enumerate(missing, start=1))
             raise UserError(f"{len(missing)} things are missing for the table: {listed}")
         tasks, section = self.tasks, "data.task."
-        own = {key.removeprefix(section): each for key, each in tasks.run_settings.items() if key.startswith(section)}
+        own = {key.removeprefix(section): value for key, value in tasks.run_settings.items() if key.startswith(section)}
         values = {"dir": tasks.data_dir, "limit": tasks.limit, "out_of_domain": tasks.out_of_domain, **own}
         settings = changed(TaskConfig(), values, key="data.task")
-        for found, key in self._benchmarks():
+        for benchmark, key in self._benchmarks():
             data = DataConfig(kind="task", task=replace(settings, name=key))
-            found(replace(next(iter(self.configs.values())), data=data), trains=False).read_files()
+            benchmark(replace(next(iter(self.configs.values())), data=data), trains=False).read_files()
 
 
 def _chunk_file(data_dir: str | None) -> Path:

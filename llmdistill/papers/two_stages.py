@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +140,32 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
         )
     tasks = find_benchmarks(settings.names, setting="tasks.names")
     for task in tasks:
-        found, key = named_benchmark(task)
-        found.check_folder(settings.data_dir, key, setting="tasks.data_dir")
+        benchmark, key = named_benchmark(task)
+        benchmark.check_folder(settings.data_dir, key, setting="tasks.data_dir")
         if settings.tsne:
             check_drawable(task, setting="tasks.tsne")
     configs = _row_configs(plans, tasks)
     has_teacher = any(config.teacher is not None for config in configs.values())
     named = settings.teacher if has_teacher else None
     given = {} if named is None else {task: teacher_of(named, task, tasks, key="tasks.teacher") for task in tasks}
-    studies = {
-        row: {task: _study(config, task, first, last, given) for task in tasks} for row, config in configs.items()
-    }
-    for study in (study for row in studies.values() for study in row.values()):
+    studies: dict[str, dict[str, TaskStudy]] = {row: {} for row in configs}
+    for (row, config), task in product(configs.items(), tasks):
+        # The row's student and teacher may not exist before the first stage has ended.
+        student = first.models.teacher if config.model == str(first.models.teacher_path) else last.models.student
+        if settings.tsne:
+            check_layer(config.tsne_layer, student, named=config.model, key="tasks.tsne_layer")
+        pending, (benchmark, key) = {config.model: student}, named_benchmark(task)
+        teacher = None
+        if config.teacher is not None:
+            teacher = given.get(task, str(Path(config.teacher) / task / BEST))
+            if task in given:
+                benchmark.check_fine_tuned(load_config(given[task]), key, named=f"tasks.teacher {given[task]}")
+            else:
+                pending[teacher] = benchmark.fine_tuned(first.models.teacher, key)
+        folder = Path(str(config.output_dir)) / task
+        study = TaskStudy(folder=folder, config=config, task=task, teacher=teacher, pending=pending)
         assert study.plan is not None  # resolves and checks the settings
+        studies[row][task] = study
     return TasksPlan(
         folder=last.folder / "tasks",
         first=first,
@@ -161,24 +175,6 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
         studies=studies,
         given=given,
     )
-
-
-def _study(config: FineTuningConfig, task: str, first: Plan, last: Plan, given: Mapping[str, str]) -> TaskStudy:
-    """Return the study of a row on a task; its model and its teacher may not exist yet."""
-    own = str(first.models.teacher_path)
-    student = first.models.teacher if config.model == own else last.models.student
-    if last.config.tasks.tsne:
-        check_layer(config.tsne_layer, student, named=config.model, key="tasks.tsne_layer")
-    pending, (benchmark, key) = {config.model: student}, named_benchmark(task)
-    teacher = None
-    if config.teacher is not None:
-        teacher = given.get(task, str(Path(config.teacher) / task / BEST))
-        if task in given:
-            benchmark.check_fine_tuned(load_config(given[task]), key, named=f"tasks.teacher {given[task]}")
-        else:
-            pending[teacher] = benchmark.fine_tuned(first.models.teacher, key)
-    folder = Path(str(config.output_dir)) / task
-    return TaskStudy(folder=folder, config=config, task=task, teacher=teacher, pending=pending)
 
 
 def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTuningConfig]:
@@ -230,20 +226,20 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTunin
 
 def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], *, run: str) -> dict[str, Any]:
     """Return the rows of the results and the t-SNE figure of each task as plain JSON values; `run` is a folder."""
-    found = {
+    rows = {
         row: {
             **ROWS[row],
-            "params": each["params"]["model"]["total"],
-            "dev": dev_columns(each["tasks"].values()),
-            "average": each["averages"]["model"]["plain"],
+            "params": of_row["params"]["model"]["total"],
+            "dev": dev_columns(of_row["tasks"].values()),
+            "average": of_row["averages"]["model"]["plain"],
         }
-        for row, each in results.items()
+        for row, of_row in results.items()
     }
-    with_teacher = next((each for each in results.values() if each["teacher"] is not None), None)
-    if TEACHER not in found and with_teacher is not None:
+    with_teacher = next((of_row for of_row in results.values() if of_row["teacher"] is not None), None)
+    if TEACHER not in rows and with_teacher is not None:
         # A teacher that was already fine-tuned: one model per task, with unknown seeds.
         scores = dev_columns(task["teacher"] for task in with_teacher["tasks"].values())
-        found[TEACHER] = {
+        rows[TEACHER] = {
             **ROWS[TEACHER],
             "params": with_teacher["params"]["teacher"]["total"],
             "dev": {
@@ -261,12 +257,12 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
     return {
         "name": run,
         "columns": columns,
-        "rows": {row: found[row] for row in ROWS if row in found},
+        "rows": {row: rows[row] for row in ROWS if row in rows},
         "figures": dict(figures),
         "seeds": max(len(task["seeds"]) for task in last["tasks"].values()),
         "limit": last["limit"],
         "own_teacher": TEACHER in results,
-        "warnings": list(dict.fromkeys(warning for each in results.values() for warning in each["warnings"])),
+        "warnings": list(dict.fromkeys(warning for of_row in results.values() for warning in of_row["warnings"])),
         "run": last["run"],
     }
 

@@ -123,16 +123,16 @@ class Writing(Benchmark):
         def pieces(examples: Sequence[TargetExample]) -> Iterator[list[EncodedTarget]]:
             nonlocal cut_sources, cut_targets
             for piece in in_pieces(examples):
-                found = encode_targets(piece, tokenizer, **limits)
-                cut_sources, cut_targets = cut_sources + found.cut_sources, cut_targets + found.cut_targets
-                yield found.items
+                encoded = encode_targets(piece, tokenizer, **limits)
+                cut_sources, cut_targets = cut_sources + encoded.cut_sources, cut_targets + encoded.cut_targets
+                yield encoded.items
 
         if files.train:
             writer.add("train", pieces(files.train), TARGETS)
         cuts = {"cut_sources": cut_sources, "cut_targets": cut_targets}
-        for name, each in files.sets.items():
-            writer.add(name, pieces(each.examples), TARGETS)
-            writer.add_text(name, each.to_json())
+        for name, texts in files.sets.items():
+            writer.add(name, pieces(texts.examples), TARGETS)
+            writer.add_text(name, texts.to_json())
         return {**cuts, "skipped": files.skipped, "sets": list(files.sets)}
 
     def about_training(self) -> str:
@@ -170,7 +170,7 @@ class Writing(Benchmark):
     @property
     def sizes(self) -> dict[str, int]:
         """See Benchmark: sources, which may have several references."""
-        return {"train": len(self.train), **{name: each["sources"] for name, each in self.sets.items()}}
+        return {"train": len(self.train), **{name: of_set["sources"] for name, of_set in self.sets.items()}}
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
@@ -209,18 +209,18 @@ class Writing(Benchmark):
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See Task: skipped questions, METEOR without synonyms, and a teacher that writes nothing right."""
-        found = skipped_questions(self.meta["skipped"], "their answer is not in their context")
+        warnings = skipped_questions(self.meta["skipped"], "their answer is not in their context")
         if "meteor" in self.metrics and not has_synonyms():
-            found.append(
+            warnings.append(
                 "METEOR matches equal words and stems only, because nltk finds no WordNet on this machine: such scores "
                 "are lower than those with synonyms (python -m nltk.downloader wordnet)"
             )
         if teacher is not None and teacher["score"] <= teacher["chance"]:
-            found.append(
+            warnings.append(
                 f"the teacher's texts share nothing with the references of {WRITING_TASKS[self.key].title}: "
                 f"{NAMES[self.metrics[0]]} {teacher['score']:.1f} on dev. Fine-tune it on the task first"
             )
-        return found
+        return warnings
 
     def legend(self) -> str:
         settings, synonyms = self.settings, "with WordNet's synonyms" if has_synonyms() else "without synonyms"
@@ -229,8 +229,8 @@ class Writing(Benchmark):
             "meteor": f"METEOR is nltk's, {synonyms}; the papers' is the Java program, whose scores differ. ",
         }
         references = {name: TextSet.from_json(self.text(name)).references for name in self.meta["sets"]}
-        words = describe_words({name: reference_words(each) for name, each in references.items()})
-        return "".join(texts.get(each, "") for each in self.metrics) + (
+        words = describe_words({name: reference_words(of_set) for name, of_set in references.items()})
+        return "".join(texts.get(metric, "") for metric in self.metrics) + (
             f"ROUGE is rouge-score's {words}, each text as one sentence. "
             f"{settings.beams} beams, length penalty {settings.length_penalty:g}, "
             f"at most {settings.max_length} tokens; {len(self.train):,} training examples."

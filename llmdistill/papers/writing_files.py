@@ -83,11 +83,11 @@ class TextSet:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {"examples": [astuple(each) for each in self.examples], "references": self.references}
+        return {"examples": [astuple(example) for example in self.examples], "references": self.references}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TextSet:
-        return cls(examples=[TargetExample(*each) for each in value["examples"]], references=value["references"])
+        return cls(examples=[TargetExample(*values) for values in value["examples"]], references=value["references"])
 
 
 def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[TargetExample, TextSet]:
@@ -100,9 +100,9 @@ def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> 
     """
     train: list[TargetExample]
     if _is_squad(settings.dir, key):
-        found = squad_files.read_files(_SQUAD, settings, only_scores=only_scores)
-        train, skipped = [_of_question(question) for question in found.train], found.skipped
-        sets = {"dev": TextSet.of(_of_question(question) for question in found.sets["dev"].questions)}
+        files = squad_files.read_files(_SQUAD, settings, only_scores=only_scores)
+        train, skipped = [_of_question(question) for question in files.train], files.skipped
+        sets = {"dev": TextSet.of(_of_question(question) for question in files.sets["dev"].questions)}
     else:
         has_test = settings.dir is None or _file(settings.dir, key, "test") is not None
         splits: list[Split] = ["dev", "test"] if has_test else ["dev"]
@@ -118,12 +118,12 @@ def task_paths(folder: str, key: str, *, setting: str) -> list[Path]:
     """Return the files of a task in a folder; raise UserError if there is none of the train or dev split."""
     if _is_squad(folder, key):
         return squad_files.task_paths(folder, _SQUAD)
-    found = {split: _file(folder, key, split) for split in _NAMES}
-    missing = next((split for split in found if split != "test" and found[split] is None), None)
+    paths = {split: _file(folder, key, split) for split in _NAMES}
+    missing = next((split for split in paths if split != "test" and paths[split] is None), None)
     if missing is not None:
         names = " or ".join(f"{name}.jsonl" for name in _NAMES[missing])
         raise UserError(f"{setting} {folder}: has no {names} (or .json, .parquet, .csv); put the {missing} split there")
-    return [path for path in found.values() if path is not None]
+    return [path for path in paths.values() if path is not None]
 
 
 def _is_squad(folder: str | None, key: str) -> bool:
@@ -149,10 +149,10 @@ class _Row(NamedTuple):
 
 def _read(key: str, folder: str | None, split: Split) -> list[_Row]:
     reference = _reference(key, folder, split)
-    found = [_row(WRITING_TASKS[key], row, place) for row, place in open_rows(reference)]
-    if not found:
+    rows = [_row(WRITING_TASKS[key], row, place) for row, place in open_rows(reference)]
+    if not rows:
         raise UserError(f"{reference}: holds no example; give at least one row of source and target")
-    return found
+    return rows
 
 
 def _reference(key: str, folder: str | None, split: Split) -> str:

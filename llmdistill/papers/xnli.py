@@ -50,9 +50,9 @@ class Xnli(Glue):
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """See Glue; the column XNLI is the mean over the test sets of the languages."""
-        found = super().summary(scores)
-        mean = fmean(found["dev"][column]["accuracy"] for column in self.labels)
-        return {**found, "dev": {**found["dev"], NAME: {"accuracy": mean}}}
+        summary = super().summary(scores)
+        mean = fmean(summary["dev"][column]["accuracy"] for column in self.labels)
+        return {**summary, "dev": {**summary["dev"], NAME: {"accuracy": mean}}}
 
     def legend(self) -> str:
         languages = ", ".join(name.removeprefix(f"{NAME}-") for name in self.labels)
@@ -96,7 +96,7 @@ def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[P
         )
     classes = tuple(range(len(GLUE_TASKS[NAME].classes)))
     sets = {"dev": PairSet([example for language in languages for example in dev[language]])}
-    sets |= {f"{NAME}-{each}": PairSet(test[each], classes) for each in languages}
+    sets |= {f"{NAME}-{language}": PairSet(test[language], classes) for language in languages}
     return TaskFiles(train[: settings.limit], sets)
 
 
@@ -105,7 +105,7 @@ def _examples(rows: Rows) -> list[PairExample]:
 
 
 def _example(row: Mapping[str, Any], place: str, number: int) -> PairExample:
-    columns = next((each for each in _COLUMNS if all(row.get(key) is not None for key in each)), None)
+    columns = next((names for names in _COLUMNS if all(row.get(key) is not None for key in names)), None)
     if columns is None:
         raise UserError(f"{place}: expected {', '.join(_COLUMNS[0])}, it has {', '.join(row)}; take the official file")
     first, second, label = (str(row[key]) for key in columns)
@@ -118,13 +118,13 @@ def _example(row: Mapping[str, Any], place: str, number: int) -> PairExample:
 
 def _train_file(folder: str) -> Path:
     paths = [Path(task_folder(folder, task)) / name for task, name in _TRAIN]
-    found = next((path for path in paths if path.is_file()), None)
-    if found is None:
+    file = next((path for path in paths if path.is_file()), None)
+    if file is None:
         raise UserError(
             f"{folder}: it has no training set of XNLI, {' or '.join(name for _, name in _TRAIN[:2])} in a folder "
             "XNLI or train.tsv in a folder MNLI; add one of them"
         )
-    return found
+    return file
 
 
 def _split_file(folder: str, split: str) -> Path:

@@ -66,7 +66,7 @@ def _last_name(path: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teacher:
+class TeacherFacts:
     """What a card says of the model that a student was made from."""
 
     name: str
@@ -79,7 +79,7 @@ class Teacher:
     """How its weights were made, if they are those of a GGUF file."""
 
     @classmethod
-    def of(cls, reference: str, config: PreTrainedConfig, params: int) -> Teacher:
+    def of(cls, reference: str, config: PreTrainedConfig, params: int) -> TeacherFacts:
         """Describe the model of a folder, a name on the hub, or a name of its own such as embedded:teacher."""
         if reference.startswith("embedded:"):
             return cls(name=reference, params=params)
@@ -118,7 +118,9 @@ def _read_header(card: str | Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Story:
+class StudentFacts:
+    """What a card says of the student and of its training."""
+
     intro: str
     tags: Sequence[str]
     made: Sequence[tuple[str, str]]
@@ -132,7 +134,7 @@ class Story:
     warnings: Sequence[str] = ()
 
 
-def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None:
+def write_card(folder: Path, title: str, teacher: TeacherFacts, story: StudentFacts) -> None:
     """Write the card of a student's folder, unless the user has taken over the one that is there."""
     file = folder / CARD
     if file.is_file() and _COMMENT.encode() not in file.read_bytes():
@@ -170,6 +172,11 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         "Parameters": f"{params:,}, {params / teacher.params:.0%} of the {teacher.params:,} of {teacher.name}",
         "Made from": f"{teacher.name}{'' if teacher.origin is None else f', {teacher.origin}'}; {license_note}",
     }
+    prompt = None
+    if pipeline == "text-generation" and has_tokenizer(folder):
+        # That of its training, else its chat template.
+        tokenizer = load_tokenizer(folder)
+        prompt = recorded_prompt(tokenizer) or (CHAT if tokenizer.chat_template is not None else None)
     recipe = yaml.safe_dump(dict(story.settings), sort_keys=False, allow_unicode=True) if story.settings else ""
     body = rendered(
         "card.md.j2",
@@ -182,7 +189,7 @@ def write_card(folder: Path, title: str, teacher: Teacher, story: Story) -> None
         table=story.table,
         legend=story.legend,
         warnings=[without_paths(warning) for warning in story.warnings],
-        prompt=_read_prompt(folder) if pipeline == "text-generation" else None,
+        prompt=prompt,
         prompts={"chat": CHAT, "minillm": MINILLM, "without": PROMPT_WITHOUT_INPUT, "with": PROMPT_WITH_INPUT},
         use=_render_use(folder, config),
     )
@@ -260,11 +267,3 @@ def _describe_factors(config: PreTrainedConfig) -> str | None:
     )
     text = f"{len(sizes)} matrices as {kind}{ranks}"
     return text if embedding is None else f"{text}, the token embedding too ({embedding})"
-
-
-def _read_prompt(folder: Path) -> str | None:
-    """Return the prompt of a student: that of its training, else its chat template; None without either."""
-    if not has_tokenizer(folder):
-        return None
-    tokenizer = load_tokenizer(folder)
-    return recorded_prompt(tokenizer) or (CHAT if tokenizer.chat_template is not None else None)

@@ -50,6 +50,11 @@ def comparison_report(folder: Path, comparison: Comparison) -> StudyReport:
     sizes = [row for row in comparison.sizes if row.ended]
     differences = {row.key: comparison.difference(row) for row in comparison.rows}
     trained = [differences[row.key] for row in comparison.rows if row.trained]
+    titles_by_checkpoint: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        if row.checkpoint is not None:
+            text = f"{byte_size(row.checkpoint.size)} of {row.checkpoint.held}"
+            titles_by_checkpoint.setdefault(text, []).append(row.title)
     context = {
         "comparison": comparison,
         "finding": " ".join(filter(None, (describe_finding(comparison.rows, comparison.sets), comparison.limits))),
@@ -64,7 +69,7 @@ def comparison_report(folder: Path, comparison: Comparison) -> StudyReport:
         },
         "failed": _unique([*failed, *failed_sizes]),
         "sizes": sizes,
-        "held": _describe_checkpoints(comparison.rows),
+        "held": {", ".join(titles): text for text, titles in titles_by_checkpoint.items()},
         "several_seeds": any(len(row.ended) > 1 for row in comparison.rows),
         "perplexity": any(row.perplexity is not None for row in comparison.rows),
         "generates": any(row.cost("generation_tokens_per_second") is not None for row in comparison.rows),
@@ -92,15 +97,15 @@ def _make_results(comparison: Comparison) -> dict[str, Any]:
     starts = [
         {
             **{
-                "start": beginning.start,
-                "size": beginning.size,
-                "params": beginning.params,
-                "untrained": beginning.average,
+                "start": student.start,
+                "size": student.size,
+                "params": student.params,
+                "untrained": student.average,
             },
-            **{key: beginning.weighting.get(key) for key in ("tokens", "predicted_loss", "held_out")},
-            "run": beginning.folder,
+            **{key: student.weighting.get(key) for key in ("tokens", "predicted_loss", "held_out")},
+            "run": student.folder,
         }
-        for beginning in comparison.beginnings
+        for student in comparison.untrained
     ]
     counted = {comparison.score.counted: comparison.examples, "texts": comparison.texts}
     counts = {
@@ -141,17 +146,6 @@ def _without_prefix(value: Any, folder: Path) -> Any:
     if isinstance(value, dict):
         return {key: _without_prefix(item, folder) for key, item in value.items()}
     return [_without_prefix(item, folder) for item in value] if isinstance(value, list) else value
-
-
-def _describe_checkpoints(rows: Sequence[ComparisonRow]) -> dict[str, str]:
-    """Return what the checkpoints hold, by the titles of the rows whose checkpoints hold the same."""
-    titles_by_text: dict[str, list[str]] = {}
-    for row in rows:
-        if row.checkpoint is not None:
-            titles_by_text.setdefault(f"{byte_size(row.checkpoint.size)} of {row.checkpoint.held}", []).append(
-                row.title
-            )
-    return {", ".join(titles): text for text, titles in titles_by_text.items()}
 
 
 def _unique(runs: Sequence[TrialRow]) -> list[TrialRow]:

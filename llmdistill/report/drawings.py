@@ -14,8 +14,8 @@ from llmdistill.report.panels import plot_size, plot_sizes, plot_terms
 from llmdistill.report.plots import Drawing
 from llmdistill.report.results import TABLE_SIZE, TEACHER, UNTRAINED, Comparison, ComparisonRow
 from llmdistill.report.score import PERPLEXITY, Score
-from llmdistill.report.starts import draw_predictions, draw_weighting
 from llmdistill.report.tables import Spread
+from llmdistill.report.weighting import draw_predictions, draw_weighting
 
 _CURVES = {
     "valid_loss": (
@@ -58,11 +58,11 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
     drawings += [terms for row in rows if (terms := _draw_terms(row, styles[row.key])) is not None]
     for text in measures:
         drawings += _draw_size(comparison, styles, text)
-    predicted = draw_predictions([beginning.weighting for beginning in comparison.beginnings])
+    predicted = draw_predictions([student.weighting for student in comparison.untrained])
     drawings += [] if predicted is None else [predicted]
-    for beginning in comparison.beginnings:
-        if beginning.size == TABLE_SIZE:
-            drawings += [_name_by_start(drawing, beginning.start) for drawing in draw_weighting(beginning.weighting)]
+    for student in comparison.untrained:
+        if student.size == TABLE_SIZE:
+            drawings += [_name_by_start(drawing, student.start) for drawing in draw_weighting(student.weighting)]
     return drawings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,17 +128,15 @@ class ComparisonRow:
 
     def cost(self, key: str) -> float | None:
         """Return the median over seeds of one of COSTS."""
-        values = [value for run in self.ended if (value := self._costs(run)[key]) is not None]
-        return statistics.median(values) if values else None
-
-    def _costs(self, run: TrialRow) -> dict[str, float | None]:
-        return {
-            "training_tokens": run.tokens,
-            "training_tokens_per_second": run.tokens_per_second,
-            "peak_memory_bytes": run.peak_memory_bytes,
-            "generation_tokens_per_second": self.entry(run).generation_tokens_per_second,
-            "seconds": run.seconds,
+        costs: dict[str, Callable[[TrialRow], float | None]] = {
+            "training_tokens": lambda run: run.tokens,
+            "training_tokens_per_second": lambda run: run.tokens_per_second,
+            "peak_memory_bytes": lambda run: run.peak_memory_bytes,
+            "generation_tokens_per_second": lambda run: self.entry(run).generation_tokens_per_second,
+            "seconds": lambda run: run.seconds,
         }
+        values = [value for run in self.ended if (value := costs[key](run)) is not None]
+        return statistics.median(values) if values else None
 
 
 def _spread_over_runs(values: Iterable[float]) -> Spread | None:
@@ -152,7 +150,7 @@ def _spread_by_name(of_runs: Iterable[Mapping[str, float]]) -> dict[str, Spread]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beginning:
+class UntrainedStudent:
     """How the untrained student of a start was made, at one size."""
 
     start: str
@@ -179,7 +177,7 @@ class Comparison:
     """The teacher, then for each start the untrained student and the methods in the given order."""
     sizes: Sequence[ComparisonRow] = ()
     """The rows for the plot of quality against size, whose labels say the size; empty without further sizes."""
-    beginnings: Sequence[Beginning] = ()
+    untrained: Sequence[UntrainedStudent] = ()
     """How the untrained students were made, by size and start; empty without starts and weighting."""
     samples: Sequence[Sample] = ()
     warnings: Sequence[str] = ()

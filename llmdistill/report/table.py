@@ -17,8 +17,8 @@ from llmdistill.report.panels import plot_terms
 from llmdistill.report.plots import Drawing, is_line, mean_curve, method_styles
 from llmdistill.report.record import make_record
 from llmdistill.report.samples import read_samples
-from llmdistill.report.starts import draw_weighting, read_weighting
 from llmdistill.report.tables import TitledTable, print_table
+from llmdistill.report.weighting import draw_weighting, read_weighting
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import VALID, ScoreTable
 

@@ -12,11 +12,11 @@ from llmdistill.models.companions import downloaded
 from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
-from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, ComparisonRow
+from llmdistill.report.results import TABLE_SIZE, Comparison, ComparisonRow, UntrainedStudent
 from llmdistill.report.samples import read_samples
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
-from llmdistill.report.starts import read_weighting
 from llmdistill.report.trials import ModelEntry
+from llmdistill.report.weighting import read_weighting
 from llmdistill.report.weights_on_disk import read_checkpoint
 from llmdistill.studies.comparison import Findings, MethodStudy
 from llmdistill.studies.equal import size_label
@@ -42,14 +42,14 @@ def collect(
         *(row for start in study.starts for row in _rows(study, findings, start)),
     ]
     measured = findings.base["teacher"].get("texts", {})
-    windows = {name: (each["windows"], each["total"]) for name, each in measured.items() if name != VALID}
+    windows = {name: (text["windows"], text["total"]) for name, text in measured.items() if name != VALID}
     on_text = study.score is PERPLEXITY
     sets = [name for name in study.recipe.data.tests if on_text or name not in windows]
     counts = findings.base["teacher"].get("examples", {})
     examples = {name: (counts[name]["scored"], counts[name]["total"]) for name in sets if name in counts}
     printed = paper.get(load_config(teacher).model_type)
-    results = [result for outcome in findings.rows.values() for result in outcome.runs]
-    warnings = [warning for each in results if each.metrics is not None for warning in each.metrics["warnings"]]
+    metrics = [run.metrics for outcome in findings.rows.values() for run in outcome.runs if run.metrics is not None]
+    warnings = [warning for of_run in metrics for warning in of_run["warnings"]]
     if findings.failed:
         warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
     # The answers of each model to prompts spread evenly over the test sets: those of the first seed, first pass.
@@ -68,7 +68,7 @@ def collect(
         texts={} if on_text else windows,
         rows=rows,
         sizes=_sizes(study, findings, rows[1:]),
-        beginnings=_beginnings(study, findings),
+        untrained=_untrained_students(study, findings),
         samples=read_samples(answers, list(study.recipe.data.tests)),
         warnings=list(dict.fromkeys(warnings)),
         facts=_facts(study, findings, command),
@@ -92,7 +92,7 @@ def _rows(study: MethodStudy, findings: Findings, start: Start) -> list[Comparis
     checkpoint = read_checkpoint(downloaded(Path(study.untrained(start))))
     runs = [study.row_of(key, base)]
     rows = [ComparisonRow(name="none", label="untrained student", checkpoint=checkpoint, runs=runs, **shared)]
-    for variant in (each for each in study.trained() if each.start.name == start.name):
+    for variant in (variant for variant in study.trained() if variant.start.name == start.name):
         outcome = findings.rows[variant.key]
         runs = [study.row_of(variant.key, result) for result in outcome.runs]
         logs = {run.folder: read_metrics_log(study.folder / run.folder) for run in runs}
@@ -129,19 +129,19 @@ def _sizes(study: MethodStudy, findings: Findings, table: Sequence[ComparisonRow
     return rows
 
 
-def _beginnings(study: MethodStudy, findings: Findings) -> list[Beginning]:
+def _untrained_students(study: MethodStudy, findings: Findings) -> list[UntrainedStudent]:
     """Return how the untrained students were made, where starts are compared or a student is weighted."""
     made = [(start, TABLE_SIZE, findings.rows[start.key("none")].first) for start in study.starts]
     for size, results in findings.sizes.items():
         made += [(start, size_label(size), results[start.key("none")].first) for start in study.starts]
-    beginnings = []
+    students = []
     for start, size, result in made:
         run, weighting = study.row_of(start.key("none"), result), read_weighting(result.trial.folder)
         untrained = run.models.get("untrained", ModelEntry())
         scores = untrained.by_set(study.score.key)
         if scores and (start.name or weighting):
-            beginnings.append(
-                Beginning(
+            students.append(
+                UntrainedStudent(
                     start=start.name,
                     label=start.label,
                     size=size,
@@ -151,7 +151,7 @@ def _beginnings(study: MethodStudy, findings: Findings) -> list[Beginning]:
                     weighting=weighting,
                 )
             )
-    return beginnings
+    return students
 
 
 def _facts(study: MethodStudy, findings: Findings, command: str) -> dict[str, str]:

@@ -263,7 +263,7 @@ class MethodStudy(Study):
                 with Progress() as silent:
                     (answers,) = self.launcher.undivided.run([self.answers], silent)
                 error = answers.error
-            rows |= run([self.row(each, error if each.method.teacher_writes else None) for each in trained])
+            rows |= run([self.row(variant, error if variant.method.teacher_writes else None) for variant in trained])
             untrained = {(size, start.key("none")): self.base(start, size) for size in self.sizes for start in starts}
             sizes = run([PlannedRow(key=key, name=key[1], trials=[trial]) for key, trial in untrained.items()])
             planned = {}
@@ -274,13 +274,13 @@ class MethodStudy(Study):
                     of_size = partial(self.trial, variant, choice.settings, self.seeds[0], student)
                     planned[size, variant.key] = of_size(tests=True, valid=False)
             sizes |= run([PlannedRow(key=key, name=key[1], trials=[trial]) for key, trial in planned.items()])
-        by_size = {size: {key: each for (of, key), each in sizes.items() if of == size} for size in self.sizes}
+        by_size = {size: {key: outcome for (of, key), outcome in sizes.items() if of == size} for size in self.sizes}
         return Findings(rows=rows, sizes=by_size)
 
     def check(self) -> None:
         """Raises UserError if a setting is invalid, so that a mistake does not stop the comparison after hours."""
         tests, valid = self.recipe.data.tests, self.recipe.data.valid
-        chooses = any(len(self.points(each)) > 1 for each in self.trained())
+        chooses = any(len(self.points(variant)) > 1 for variant in self.trained())
         if self.score is PERPLEXITY:
             self._check_text(chooses)
         sets = [name for name in tests if self.score is PERPLEXITY or name not in text_tests(tests)]
@@ -325,11 +325,11 @@ class MethodStudy(Study):
                 f"teacher.model {teacher} is an encoder ({config.model_type}), which has no perplexity: take a "
                 "decoder, a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
             )
-        for each in self.trained():
-            if each.method.teacher_writes or "data.on_policy" in {**each.settings, **each.grid}:
+        for variant in self.trained():
+            if variant.method.teacher_writes or "data.on_policy" in {**variant.settings, **variant.grid}:
                 raise UserError(
-                    f"{each.name} learns from answers that a model writes to instructions, but data.kind is text: give "
-                    "--methods without it"
+                    f"{variant.name} learns from answers that a model writes to instructions, but data.kind is text: "
+                    "give --methods without it"
                 )
         if VALID in data.tests:
             raise UserError(f"data.tests.{VALID}: that name is the validation text's (data.{VALID}); give another one")

@@ -125,13 +125,13 @@ class Launcher:
                     running.append(self._start(trial, slots.pop(0)))
                     processes.append(running[-1].process)
                 time.sleep(_POLL_SECONDS)
-                for each in [each for each in running if each.process.poll() is not None]:
-                    running.remove(each)
-                    slots.append(each.slot)
-                    code = each.process.returncode
-                    error = None if code == 0 else _reason(each.trial.log, code)
-                    seconds = time.perf_counter() - each.began
-                    results[each.trial.folder] = shown.end(ended_result(each.trial, error, seconds))
+                for run in [run for run in running if run.process.poll() is not None]:
+                    running.remove(run)
+                    slots.append(run.slot)
+                    code = run.process.returncode
+                    error = None if code == 0 else _reason(run.trial.log, code)
+                    seconds = time.perf_counter() - run.began
+                    results[run.trial.folder] = shown.end(ended_result(run.trial, error, seconds))
         return [results[trial.folder] for trial in trials]
 
     def _start(self, trial: Trial, slot: Sequence[str]) -> _Running:

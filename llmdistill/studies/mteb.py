@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -30,14 +29,14 @@ def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
     settings = {}
     for name, path in models.paths.items():
         # As the files beside the model say, else the mean of its outputs.
-        said = read_sentence_settings(path) or SentenceSettings(pooling=Pooling(), max_length=None)
-        length = max_positions(load_config(path), config.max_length or said.max_length or _TOKENS)
-        settings[name] = replace(said, max_length=length)
+        stored = read_sentence_settings(path) or SentenceSettings(pooling=Pooling(), max_length=None)
+        length = max_positions(load_config(path), config.max_length or stored.max_length or _TOKENS)
+        settings[name] = replace(stored, max_length=length)
     tasks = find_mteb(config.tasks, config.benchmark, config.languages)
-    own = {name: {"dtype": models.dtype, "embeddings": asdict(each)} for name, each in settings.items()}
-    decides = {task.name: task.decides() for task in tasks}
+    own = {name: {"dtype": models.dtype, "embeddings": asdict(of_model)} for name, of_model in settings.items()}
+    of_tasks = {task.name: task.decides() for task in tasks}
     trials = models.trials(
-        {(name, task): {**each, **own[name]} for name in models.paths for task, each in decides.items()}
+        {(name, task): {**of_task, **own[name]} for name in models.paths for task, of_task in of_tasks.items()}
     )
     by_name = {task.name: task for task in tasks}
     for task in dict.fromkeys(task for (_, task), trial in trials.items() if trial.kept() is None):
@@ -56,25 +55,22 @@ def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
         return {"params": params, **by_name[task].score(encoder, batch_size=config.batch_size)}
 
     scores = models.score_all(trials, score)
-    entries = {
-        name: _entry(path, settings[name], {task: scores[name, task] for task in by_name})
-        for name, path in models.paths.items()
-    }
-    details = {f"Embeddings of {name}": each["embeddings"] for name, each in entries.items()}
+    entries = {}
+    for name, path in models.paths.items():
+        pooling, longest = settings[name].pooling, settings[name].max_length
+        of_model = {task: scores[name, task] for task in by_name}
+        normalized = ", normalized" if pooling.normalize else ""
+        entries[name] = {
+            "path": str(path),
+            "params": next(iter(of_model.values()))["params"],
+            "embeddings": f"{' and '.join(pooling.modes)} of at most {longest} tokens{normalized}",
+            "tasks": {
+                task: {key: value for key, value in of_task.items() if key != "params"}
+                for task, of_task in of_model.items()
+            },
+        }
+    details = {f"Embeddings of {name}": entry["embeddings"] for name, entry in entries.items()}
     return ModelScores(results={"models": entries}, details=details)
-
-
-def _entry(path: Path, settings: SentenceSettings, scores: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of a model as results.json has them, without what they were asked for."""
-    normalized = ", normalized" if settings.pooling.normalize else ""
-    return {
-        "path": str(path),
-        "params": next(iter(scores.values()))["params"],
-        "embeddings": f"{' and '.join(settings.pooling.modes)} of at most {settings.max_length} tokens{normalized}",
-        "tasks": {
-            name: {key: value for key, value in each.items() if key != "params"} for name, each in scores.items()
-        },
-    }
 
 
 def table(results: Mapping[str, Any]) -> TitledTable:
@@ -84,10 +80,10 @@ def table(results: Mapping[str, Any]) -> TitledTable:
     averaged = len(tasks) > 1
     header = ["", "params", *["average"] * averaged, *(f"{name} {task['metric']}" for name, task in tasks.items())]
     rows = []
-    for name, each in models.items():
-        scores = [task["score"] for task in each["tasks"].values()]
+    for name, model in models.items():
+        scores = [task["score"] for task in model["tasks"].values()]
         shown = (f"{100 * score:.2f}" for score in ([fmean(scores)] * averaged + scores))
-        rows.append([name, f"{each['params']:,}", *shown])
+        rows.append([name, f"{model['params']:,}", *shown])
     what = "Tasks of MTEB" if results["benchmark"] is None else f"The benchmark {results['benchmark']} of MTEB"
     languages = "" if results["languages"] is None else f", in {', '.join(results['languages'])}"
     title = f"{what}{languages}, main scores x 100, each the mean of its splits and subsets"

@@ -131,9 +131,9 @@ class ComparedModels(Study):
                 0,
                 names,
                 file=self.folder.joinpath(*map(file_name, names), RESULT_FILE),
-                asked={**each, "content of model": contents[names[0]]},
+                asked={**of_trial, "content of model": contents[names[0]]},
             )
-            for names, each in asked.items()
+            for names, of_trial in asked.items()
         }
 
     def score_all(
@@ -150,7 +150,10 @@ class ComparedModels(Study):
             if result.metrics is None:
                 raise UserError(f"{result.trial.title}: {result.error}")
         scores = {names: outcome.first.metrics or {} for names, outcome in outcomes.items()}
-        return {names: {key: value for key, value in each.items() if key != "asked"} for names, each in scores.items()}
+        return {
+            names: {key: value for key, value in of_trial.items() if key != "asked"}
+            for names, of_trial in scores.items()
+        }
 
     def measure_together(self, measure: Callable[[], Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
         """Return the results of each model by name, which are measured anew by every command.
@@ -186,7 +189,7 @@ class ComparedModels(Study):
             model = self.load(name, head)
             return {"path": str(self.paths[name]), "params": count_parameters(model), **score(name, model)}
 
-        return {name: each for (name,), each in self.score_all(trials, of_model).items()}
+        return {name: scores for (name,), scores in self.score_all(trials, of_model).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,11 +274,11 @@ def named_models(references: Sequence[str]) -> dict[str, Path]:
         own, equals, named = reference.partition("=")
         if equals and own and named and not Path(reference).exists():
             of_run = _run_models(named)
-            found = {own: locate(named) if of_run is None else of_run[MODELS["student"]]}
+            added = {own: locate(named) if of_run is None else of_run[MODELS["student"]]}
         else:
             of_run = _run_models(reference)
-            found = {reference: locate(reference)} if of_run is None else of_run
-        for name, path in found.items():
+            added = {reference: locate(reference)} if of_run is None else of_run
+        for name, path in added.items():
             if name in models:
                 raise UserError(
                     f"--model: {models[name]} and {path} would both be called {name}; write NAME=FOLDER for one of them"
@@ -295,8 +298,8 @@ def _run_models(reference: str) -> dict[str, Path] | None:
     config = record["config"]
     teacher = config["teacher"]["model"]
     untrained = path / "untrained" if (path / "untrained").is_dir() else config["student"]["model"]
-    found = {"teacher": teacher, "untrained": untrained, "student": path / "student"}
-    return {MODELS[role]: locate(str(each)) for role, each in found.items() if each is not None}
+    references = {"teacher": teacher, "untrained": untrained, "student": path / "student"}
+    return {MODELS[role]: locate(str(model)) for role, model in references.items() if model is not None}
 
 
 def default_folder(kind: str, reference: str) -> Path:

@@ -32,12 +32,12 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
     shapes = {shape: shaped_config(configs[first], parse_shape(shape, key="--shapes")) for shape in config.shapes}
     if paths.keys() & shapes.keys():
         raise UserError(f"--shapes {', '.join(paths.keys() & shapes.keys())}: a model has this name; leave one out")
-    for name, each in {**configs, **shapes}.items():
-        check_length(name, each, config.max_length)
+    for name, of_model in {**configs, **shapes}.items():
+        check_length(name, of_model, config.max_length)
     examples = _examples(config)
     loaded = {name: models.load(name, _head(configs[name])) for name in paths}
-    for shape, each in shapes.items():
-        model: Any = build_random(each, _head(each), seed=0)
+    for shape, of_model in shapes.items():
+        model: Any = build_random(of_model, _head(of_model), seed=0)
         loaded[shape] = model.to(device=models.device, dtype=TORCH_DTYPES[models.dtype]).eval()
     if examples is None:  # full batches of tokens that every model has; the papers pad each example to the same length
         high = min(model.config.vocab_size for model in loaded.values())
@@ -51,7 +51,7 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
         name: {
             "path": str(paths[name]) if name in paths else "random weights",
             "params": parameter_split(model),
-            "tokens": sum(int(each["attention_mask"].sum()) for each in batches[name][config.warmup :]),
+            "tokens": sum(int(batch["attention_mask"].sum()) for batch in batches[name][config.warmup :]),
         }
         for name, model in loaded.items()
     }
@@ -110,13 +110,13 @@ def table(results: Mapping[str, Any]) -> TitledTable:
     header = ["", "Emd", "Trm", f"{results['batches']} batches", "speed-up", "tokens/s"]
     header += ["training step", "speed-up"] if trains else []
     rows = []
-    for name, each in results["models"].items():
-        forward = each["forward"]
-        row = [name, f"{each['params']['embedding']:,}", f"{each['params']['transformer']:,}"]
-        speed = each["tokens"] / forward["seconds"]
+    for name, model in results["models"].items():
+        forward = model["forward"]
+        row = [name, f"{model['params']['embedding']:,}", f"{model['params']['transformer']:,}"]
+        speed = model["tokens"] / forward["seconds"]
         row += [f"{forward['seconds']:.1f} s", f"{forward['speedup']:.1f}x", f"{speed:,.0f}"]
         if trains:
-            step = each["step"]
+            step = model["step"]
             row += [f"{1000 * step['median']:.0f} ms ± {1000 * step['iqr'] / 2:.0f}", f"{step['speedup']:.1f}x"]
         rows.append(row)
     length, task = results["max_length"], results["task"]

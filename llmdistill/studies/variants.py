@@ -105,7 +105,7 @@ def load_suite(name: str) -> Suite:
     listed = content["methods"]
     if isinstance(listed, dict):
         listed = [{"name": key, **settings} for key, settings in listed.items()]
-    variants = [Variant(**each) if isinstance(each, dict) else _known()[each] for each in listed]
+    variants = [Variant(**entry) if isinstance(entry, dict) else _known()[entry] for entry in listed]
     return Suite(content["title"], variants, content.get("paper", {}))
 
 

@@ -27,8 +27,9 @@ def _score(config: ZeroShotConfig, models: ComparedModels) -> ModelScores:
 
     def score(name: str, model: PreTrainedModel) -> dict[str, Any]:
         tokenizer, batch_size, max_length = load_tokenizer(models.paths[name]), config.batch_size, config.max_length
-        how = {"num_fewshot": config.num_fewshot, "limit": config.limit}
-        return {"tasks": score_zero_shot(model, tokenizer, tasks, batch_size=batch_size, max_length=max_length, **how)}
+        of_harness = {"num_fewshot": config.num_fewshot, "limit": config.limit}
+        scores = score_zero_shot(model, tokenizer, tasks, batch_size=batch_size, max_length=max_length, **of_harness)
+        return {"tasks": scores}
 
     on, check = ", ".join(tasks.names), tasks.check_data
     return ModelScores(results={"models": models.score_each(score, asked=asked, on=on, head="lm_head", check=check)})
@@ -42,23 +43,21 @@ def table(results: Mapping[str, Any]) -> TitledTable:
     averaged = len(shares) > 1
     header = ["", "params", *(f"{name} {metric}" for name, metric in tasks.items()), *["average"] * averaged]
     rows = []
-    for name, each in models.items():
-        row = [name, f"{each['params']:,}", *(_cell(each["tasks"][task], metric) for task, metric in tasks.items())]
+    for name, model in models.items():
+        row = [name, f"{model['params']:,}"]
+        for task, metric in tasks.items():
+            scores = model["tasks"][task]
+            scale, decimals = (100, 1) if is_share(metric) else (1, 3)
+            text, error = f"{scale * scores['metrics'][metric]:.{decimals}f}", scores["stderr"].get(metric)
+            row.append(text if error is None else f"{text} ± {scale * error:.{decimals}f}")
         if averaged:
-            row.append(f"{100 * fmean(each['tasks'][task]['metrics'][tasks[task]] for task in shares):.1f}")
+            row.append(f"{100 * fmean(model['tasks'][task]['metrics'][tasks[task]] for task in shares):.1f}")
         rows.append(row)
     shots = results["num_fewshot"]
     how = "as the tasks say" if shots is None else f"{shots} solved examples before each question"
     limit = "" if results["limit"] is None else f", only {results['limit']} examples of each"
     title = f"Tasks of lm-evaluation-harness, shares x 100 ± standard error, {how}{limit}"
     return TitledTable(title, header, rows)
-
-
-def _cell(task: Mapping[str, Any], metric: str) -> str:
-    value, error = task["metrics"][metric], task["stderr"].get(metric)
-    scale, decimals = (100, 1) if is_share(metric) else (1, 3)
-    text = f"{scale * value:.{decimals}f}"
-    return text if error is None else f"{text} ± {scale * error:.{decimals}f}"
 
 
 SUITE = ModelSuite(

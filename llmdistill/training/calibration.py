@@ -33,7 +33,7 @@ from llmdistill.messages import say
 from llmdistill.methods import Method
 from llmdistill.models.families import is_causal, max_positions, shape_of
 from llmdistill.progress import progress
-from llmdistill.report.starts import WEIGHTING_FILE
+from llmdistill.report.weighting import WEIGHTING_FILE
 from llmdistill.runtime.distributed import World, broadcast_object, largest_number
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.teacher import Teacher

@@ -18,7 +18,7 @@ from llmdistill.data.sources import hub_name
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
-from llmdistill.report.card import Story, Teacher, without_paths, write_card
+from llmdistill.report.card import StudentFacts, TeacherFacts, without_paths, write_card
 from llmdistill.report.record import describe_versions, make_record
 from llmdistill.report.table import kept_student, model_table
 from llmdistill.students.counting import build_reference, count_parameters
@@ -33,7 +33,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     if not (student / "config.json").is_file():
         return
     teacher_name = config.teacher.model or config.student.model
-    teacher = Teacher.of(str(teacher_name), plan.models.teacher, plan.models.sizes["teacher_params"])
+    teacher = TeacherFacts.of(str(teacher_name), plan.models.teacher, plan.models.sizes["teacher_params"])
     methods, train, record = " + ".join(config.methods()), config.train, metrics["run"]
     share = metrics["student"]["params"] / teacher.params if "student" in metrics else plan.models.sizes["ratio"]
     defaults = build({"ds_config": ""}, RunConfig, METHODS)  # a parser would take longer than a short run's steps
@@ -43,7 +43,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     data_name = str(data.task.name) if is_task else without_paths(str(data.train))
     hub = (plan.task.hub if data.task.dir is None else None) if is_task else hub_name(data.train)
     learned = f"A student with {share:.0%} of the parameters of {teacher.name}, distilled from it"
-    story = Story(
+    story = StudentFacts(
         intro=f"{learned} by {methods}." if plan.method.needs_teacher else f"{teacher.name}, trained by {methods}.",
         tags=[
             "distillation",
@@ -109,14 +109,14 @@ def save_compressed(
     params = count_parameters(build_reference(config))
     name = str(model.name_or_path or "") if isinstance(model, PreTrainedModel) else str(model)
     try:
-        teacher = Teacher.of(name, config, params)
+        teacher = TeacherFacts.of(name, config, params)
     except UserError:  # a model that was never saved, or whose folder is gone
-        teacher = Teacher(name=f"a {type(student).__name__} in memory", params=params)
+        teacher = TeacherFacts(name=f"a {type(student).__name__} in memory", params=params)
     given = flattened(_changed(asdict(settings), asdict(FactorizeConfig())))
     flags = shlex.join(word for key, value in given.items() for word in (f"--{key}", str(value)))
     command = f"llmdistill compress --model {shlex.quote(teacher.name)} --method {method} {flags}"
     share = count_parameters(build_reference(student.config)) / params
-    story = Story(
+    story = StudentFacts(
         intro=f"{teacher.name}, factorized to {share:.0%} of its parameters and not trained after that.",
         tags=["compression", method],
         made=[

@@ -117,7 +117,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
     """Return a name for each path: as many of its last parts as are needed to make the names unique."""
     parts = [Path(path).parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-count:]) for each in parts]
+        names = ["/".join(of_path[-count:]) for of_path in parts]
         if len(set(names)) == len(names):
             return names
     return list(paths)

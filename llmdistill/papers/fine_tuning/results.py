@@ -46,7 +46,7 @@ def summarize(data: Benchmark, choice: Choice, results: Sequence[Result]) -> dic
         "grid": [
             {
                 **_settings(group),
-                **spread([each.metrics["student"]["score"] for each in group if each.metrics is not None]).to_dict(),
+                **spread([run.metrics["student"]["score"] for run in group if run.metrics is not None]).to_dict(),
             }
             for group in by_settings(results)
             if len(group) == len(choice.results)
@@ -63,7 +63,7 @@ def _settings(group: Sequence[Result]) -> dict[str, Any]:
 
 def dev_columns(scored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the columns on dev of several tasks with their metrics."""
-    return {column: metrics for each in scored for column, metrics in each["dev"].items()}
+    return {column: metrics for of_task in scored for column, metrics in of_task["dev"].items()}
 
 
 def tuned_entries(results: Mapping[str, Any]) -> dict[str, ModelEntry]:
@@ -85,10 +85,10 @@ def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return each paper's average and the plain average, for the model and for the teacher if there is one."""
     columns = dev_columns(tasks.values())
     means = {column: {key: value["mean"] for key, value in metrics.items()} for column, metrics in columns.items()}
-    found = {"model": _averages(tasks, means)}
+    by_role = {"model": _averages(tasks, means)}
     if all(task["teacher"] is not None for task in tasks.values()):
-        found["teacher"] = _averages(tasks, dev_columns(task["teacher"] for task in tasks.values()))
-    return found
+        by_role["teacher"] = _averages(tasks, dev_columns(task["teacher"] for task in tasks.values()))
+    return by_role
 
 
 def _averages(tasks: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -99,23 +99,23 @@ def _averages(tasks: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]
 
 
 def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:
-    found = results["averages"][role]
+    of_role = results["averages"][role]
     own = results["protocol"]
     names = sorted(NAMES.items(), key=lambda item: item[0] != own)
     for convention, name in names:
-        if found[convention]["overall"] is not None and not found[convention]["missing"]:
-            return f"average ({name})", found[convention]["overall"]
+        if of_role[convention]["overall"] is not None and not of_role[convention]["missing"]:
+            return f"average ({name})", of_role[convention]["overall"]
     for convention, name in names:
-        if not set(found[convention]["missing"]) - {SQUAD2}:
-            lacks = ", without SQuAD 2.0" if found[convention]["missing"] else ""
-            return f"average ({name}{lacks})", found[convention]["glue"]
+        if not set(of_role[convention]["missing"]) - {SQUAD2}:
+            lacks = ", without SQuAD 2.0" if of_role[convention]["missing"] else ""
+            return f"average ({name}{lacks})", of_role[convention]["glue"]
     count = len(results["tasks"])
-    return (f"average of these {count}" if count > 1 else "average"), found["plain"]
+    return (f"average of these {count}" if count > 1 else "average"), of_role["plain"]
 
 
 def shown_metrics(task: Mapping[str, Any], column: str) -> list[str]:
     """Return the metrics of a column that tables show; a further set has the accuracy alone, whatever the task."""
-    return [each for each in task["shown"] if each in task["dev"][column]] or list(task["dev"][column])
+    return [metric for metric in task["shown"] if metric in task["dev"][column]] or list(task["dev"][column])
 
 
 def results_table(results: Mapping[str, Any]) -> TitledTable:

@@ -154,8 +154,8 @@ def _prepare(config: FineTuningConfig, prefix: str) -> dict[str, TaskStudy]:
     """Return the study of each task; the settings of all are checked before the first one runs."""
     tasks = list(GLUE) if config.tasks is None else find_benchmarks(config.tasks, setting=f"{prefix}tasks")
     for task in tasks:
-        found, key = named_benchmark(task)
-        found.check_folder(config.data_dir, key, setting=f"{prefix}data_dir")
+        benchmark, key = named_benchmark(task)
+        benchmark.check_folder(config.data_dir, key, setting=f"{prefix}data_dir")
     studies = {
         task: TaskStudy(
             folder=output_dir(config) / task,
@@ -218,8 +218,8 @@ def _measure(config: FineTuningConfig, study: TaskStudy) -> dict[str, Any]:
     for role, path in models.items():
         head: Head = "sequence" if is_causal(load_config(path)) else "none"
         loaded[role] = load_model(path, dtype=dtype, device=device, head=head, new_head=True)
-    found: dict[str, Any] = {"params": {role: parameter_split(model) for role, model in loaded.items()}}
+    sizes: dict[str, Any] = {"params": {role: parameter_split(model) for role, model in loaded.items()}}
     if config.speed:
         repeats = 20 if device.type == "cuda" else 5
-        found["speed"] = measure_speed(loaded, **batch, repeats=repeats, warmup=1)
-    return write_result(file, asked, found)
+        sizes["speed"] = measure_speed(loaded, **batch, repeats=repeats, warmup=1)
+    return write_result(file, asked, sizes)

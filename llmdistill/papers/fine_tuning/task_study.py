@@ -168,7 +168,7 @@ class TaskStudy(Study):
             teacher, warnings = {"path": self.teacher, **scored.metrics["teacher"]}, scored.metrics["warnings"]
         with self._progress(len(trials)) as shown:
             outcome = self.run([PlannedRow(key="student", trials=trials)], runner, shown)["student"]
-        failures = [f"{self.task}: {each.trial.folder.name} failed: {each.error}" for each in outcome.failed]
+        failures = [f"{self.task}: {result.trial.folder.name} failed: {result.error}" for result in outcome.failed]
         choice = outcome.choice
         if choice is None or len(choice.results) < len(self.protocol.seeds):
             raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
@@ -194,8 +194,8 @@ class TaskStudy(Study):
 
         def drop(result: Result) -> None:
             ended.append(result)
-            leaders = {each.trial.folder for each in may_be_best(ended, self.merit, len(self.protocol.seeds))}
-            for folder in {each.trial.folder for each in ended} - leaders:
+            leaders = {result.trial.folder for result in may_be_best(ended, self.merit, len(self.protocol.seeds))}
+            for folder in {result.trial.folder for result in ended} - leaders:
                 if not self.config.keep_models:
                     shutil.rmtree(folder / "student", ignore_errors=True)
 

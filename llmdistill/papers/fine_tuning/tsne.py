@@ -13,10 +13,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from sklearn.manifold import TSNE
 from sklearn.metrics import silhouette_score
+from transformers import PreTrainedModel
 
 from llmdistill.artifacts import read_result, write_result
 from llmdistill.batch import Aspect
-from llmdistill.data.pairs import PairExample, collate_pairs, encode_pairs
+from llmdistill.data.pairs import EncodedPair, collate_pairs, encode_pairs
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.configs import load_config
@@ -26,9 +27,8 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.papers.fine_tuning.task_study import TaskStudy
 from llmdistill.progress import progress
 from llmdistill.report.plots import COLORS, MARKERS, STYLE, Panel, frame_panel, new_figure, save_plot
-from llmdistill.step.forward import TappedModel
-from llmdistill.step.taps import Recorder
 from llmdistill.tasks.classification import targets_of
+from llmdistill.tasks.forward import scoring_forward
 from llmdistill.tasks.glue import Glue
 
 EXAMPLES = 1000
@@ -71,19 +71,20 @@ def draw(
         rows = sorted(np.random.default_rng(0).choice(len(dev), EXAMPLES, replace=False).tolist())
     examples = [dev[row] for row in rows]
     targets = targets_of(examples)
-    found, clouds = {}, []
+    drawn, clouds = {}, []
     for title, path in models.items():
         number = middle_layer(path) if layer is None else layer
-        features = layer_features(
-            path, examples, layer=number, aspect=aspect, max_length=max_length, dtype=dtype, device=device
-        )
+        tokenizer: Any = load_tokenizer(path)
+        model = load_model(path, dtype=dtype, device=device, head="sequence")
+        items = encode_pairs(examples, tokenizer, max_length)
+        features = layer_features(model, items, layer=number, aspect=aspect, pad_token_id=tokenizer.pad_token_id)
         points = embed(features)
         apart = float(silhouette_score(features, targets)) if classes and len(np.unique(targets)) > 1 else None
-        found[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
+        drawn[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
         note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"
         clouds.append(Panel(title, f"layer {number}{note}", points))
     save_plot(plot_clusters(clouds, targets, classes), folder, name)
-    return _summary(write_result(file, asked, {"rows": rows, "targets": targets.tolist(), "models": found}))
+    return _summary(write_result(file, asked, {"rows": rows, "targets": targets.tolist(), "models": drawn}))
 
 
 def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,30 +99,20 @@ def middle_layer(path: str) -> int:
 
 @torch.no_grad()
 def layer_features(
-    path: str,
-    examples: Sequence[PairExample],
-    *,
-    layer: int,
-    aspect: Aspect,
-    max_length: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    model: PreTrainedModel, items: Sequence[EncodedPair], *, layer: int, aspect: Aspect, pad_token_id: int
 ) -> np.ndarray:
-    """Return a layer's features (rows, width) in fp32 at the first token (encoder) or the last token (decoder).
+    """Return the features of a layer, from 1, in fp32 (rows, width): at the first token of an encoder, else the last.
 
     A decoder's first token cannot represent the example, because it attends only to itself.
     """
-    model = load_model(path, dtype=dtype, device=device, head="sequence")
-    tokenizer: Any = load_tokenizer(path)
-    items = encode_pairs(examples, tokenizer, max_length)
-    forward = TappedModel(model, Recorder(model, {aspect: frozenset({layer - 1})}))
     features = np.empty((len(items), model.config.hidden_size), dtype=np.float32)
-    collate = partial(collate_pairs, pad_token_id=tokenizer.pad_token_id)
-    for indices, batch in progress(scoring_batches(items, collate, batch_size=_BATCH_SIZE), "Features", "batches"):
-        features_BTW = getattr(forward(batch.to(device)).taps, aspect)[layer - 1]
-        where_B = batch.attention_mask.sum(1) - 1 if is_causal(model.config) else torch.zeros(len(indices)).long()
-        chosen_BW = features_BTW[torch.arange(len(indices)), where_B.to(device)]
-        features[indices] = chosen_BW.float().cpu().numpy()
+    batches = scoring_batches(items, partial(collate_pairs, pad_token_id=pad_token_id), batch_size=_BATCH_SIZE)
+    with scoring_forward(model, {aspect: frozenset({layer - 1})}) as forward:
+        for indices, batch in progress(batches, "Features", "batches"):
+            features_BTW = getattr(forward(batch.to(model.device)).taps, aspect)[layer - 1]
+            token_B = batch.attention_mask.sum(1) - 1 if is_causal(model.config) else torch.zeros(len(indices)).long()
+            chosen_BW = features_BTW[torch.arange(len(indices)), token_B.to(model.device)]
+            features[indices] = chosen_BW.float().cpu().numpy()
     return features
 
 

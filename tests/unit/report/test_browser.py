@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from llmdistill.report.comparison import comparison_report
-from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, ComparisonRow
+from llmdistill.report.results import TABLE_SIZE, Comparison, ComparisonRow, UntrainedStudent
 from llmdistill.report.samples import Sample
 from llmdistill.report.trials import TrialRow, entry_of
 from llmdistill.report.weights_on_disk import Checkpoint
@@ -124,7 +124,10 @@ def make_comparison():
         examples={name: (200, 1000 + number) for number, name in enumerate(SETS)},
         rows=[make_row("teacher", "teacher"), *students],
         sizes=[*students, *small],
-        beginnings=[Beginning(start="activations", **about), Beginning(start="loss", weighting=weighting, **about)],
+        untrained=[
+            UntrainedStudent(start="activations", **about),
+            UntrainedStudent(start="loss", weighting=weighting, **about),
+        ],
         samples=[Sample(set=SETS[0], prompt="Who? " * 40, reference="x" * 300, answers={"teacher": "A cat"})],
         warnings=["the teacher in /a/long/path/without/a/space" + "/deeper" * 20],
         facts={"Command": "llmdistill compare --suite makd-table5 " * 5},

@@ -13,7 +13,7 @@ import llmdistill
 from llmdistill.artifacts import manifest_damage
 from llmdistill.data.sources import hub_name
 from llmdistill.models.load import load_model
-from llmdistill.report.card import Story, Teacher, without_paths, write_card
+from llmdistill.report.card import StudentFacts, TeacherFacts, without_paths, write_card
 from llmdistill.report.tables import TitledTable
 
 TEACHERS_CARD = (
@@ -65,7 +65,7 @@ def test_a_card_may_be_changed_without_damage_and_is_then_the_users(student, tmp
     (folder / "README.md").write_text(mine, encoding="utf-8")
     assert manifest_damage(folder) is None
     load_model(folder, dtype="auto", head="saved")
-    about, story = Teacher(name="x", params=7), Story(intro="New.", tags=[], made=[])
+    about, story = TeacherFacts(name="x", params=7), StudentFacts(intro="New.", tags=[], made=[])
     write_card(folder, "t", about, story)
     assert (folder / "README.md").read_text(encoding="utf-8") == mine
     (folder / "README.md").write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
@@ -89,8 +89,8 @@ def test_scores_are_results_for_the_hub(student, tmp_path):
     (tmp_path / "config.json").write_bytes((student / "config.json").read_bytes())
     scores = {"RTE": {"accuracy": 61.25}, "dolly": {"rougeL": 27.0, "perplexity": 5.5}}
     table = TitledTable("", ["model", "RTE"], [["teacher", "70.0"], ["trained", "61.2"]])
-    story = Story(intro="A.", tags=["kd"], made=[], datasets=["databricks/dolly"], scores=scores, table=table)
-    write_card(tmp_path, "run", Teacher(name="t", params=10), story)
+    story = StudentFacts(intro="A.", tags=["kd"], made=[], datasets=["databricks/dolly"], scores=scores, table=table)
+    write_card(tmp_path, "run", TeacherFacts(name="t", params=10), story)
     card = ModelCard.load(tmp_path / "README.md")
     found = {(each.dataset_name, each.metric_type): each.metric_value for each in card.data.eval_results}
     assert found == {("RTE", "accuracy"): 61.25, ("dolly", "rougeL"): 27.0, ("dolly", "perplexity"): 5.5}
@@ -123,7 +123,7 @@ def test_text_of_others_is_text_in_a_card(student, tmp_path):
     folder = tmp_path / "student"
     shutil.copytree(student, folder)
     (folder / "README.md").unlink()
-    story = Story(
+    story = StudentFacts(
         intro=f"{HOSTILE}, trained.",
         tags=["svd", HOSTILE],
         made=[("Data", HOSTILE), ("Command", f"llmdistill train --data.train '{HOSTILE}'")],
@@ -131,7 +131,7 @@ def test_text_of_others_is_text_in_a_card(student, tmp_path):
         scores={HOSTILE: {"rougeL": 1.0}},
         warnings=[HOSTILE],
     )
-    teacher = Teacher(name=HOSTILE, params=10, header={"license": "mit"}, origin=HOSTILE)
+    teacher = TeacherFacts(name=HOSTILE, params=10, header={"license": "mit"}, origin=HOSTILE)
     write_card(folder, HOSTILE, teacher, story)
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert ModelCard(text).data.license == "mit"

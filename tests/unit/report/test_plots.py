@@ -10,11 +10,11 @@ import pytest
 from llmdistill.report import plots
 from llmdistill.report.drawings import draw_comparison
 from llmdistill.report.panels import plot_terms
-from llmdistill.report.results import TABLE_SIZE, Beginning, Comparison, ComparisonRow
+from llmdistill.report.results import TABLE_SIZE, Comparison, ComparisonRow, UntrainedStudent
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
-from llmdistill.report.starts import draw_predictions, draw_weighting, matrices, plot_ranks, plot_spectra
 from llmdistill.report.tables import Spread
 from llmdistill.report.trials import TrialRow, entry_of
+from llmdistill.report.weighting import draw_predictions, draw_weighting, matrices, plot_ranks, plot_spectra
 
 
 def curve(values, steps=None):
@@ -89,8 +89,8 @@ def comparison():
     sizes = [make_row(row.name, row.start, 5.0, params=300) for row in rows[1:]]
     weighting = {"ranks": {"layers.0.q": 2, "layers.1.q": 3}}
     about = {"label": "", "size": TABLE_SIZE, "folder": "b", "params": 500, "average": 1.0}
-    weighted = Beginning(start="loss", weighting=weighting, **about)
-    return Comparison(title="t", sets=["seen"], rows=rows, sizes=[*rows[1:], *sizes], beginnings=[weighted])
+    weighted = UntrainedStudent(start="loss", weighting=weighting, **about)
+    return Comparison(title="t", sets=["seen"], rows=rows, sizes=[*rows[1:], *sizes], untrained=[weighted])
 
 
 def test_each_start_has_its_curves_and_its_ranks(comparison):

@@ -8,11 +8,17 @@ from sklearn.metrics import silhouette_score
 from tiny import tiny_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from llmdistill.data.pairs import encode_pairs
+from llmdistill.models.load import load_model
 from llmdistill.papers.fine_tuning import tsne
 from llmdistill.papers.fine_tuning.protocols import short_names
 from llmdistill.tasks.glue_files import read_split
 
-FP32 = {"aspect": "hidden", "max_length": 24, "dtype": torch.float32, "device": torch.device("cpu")}
+
+def features_of(path, data, layer, aspect="hidden"):
+    model, tokenizer = load_model(path, dtype=torch.float32, head="sequence"), AutoTokenizer.from_pretrained(path)
+    items = encode_pairs(read_split("RTE", "dev", data), tokenizer, 24)
+    return tsne.layer_features(model, items, layer=layer, aspect=aspect, pad_token_id=tokenizer.pad_token_id)
 
 
 def states_of(model, tokenizer, data):
@@ -47,22 +53,22 @@ def saved(encoder, tmp_path):
 
 def test_an_encoder_s_features_are_its_layer_s_output_at_the_first_token(encoder, data, saved) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(encoder)
-    path, examples, seen = saved(model), read_split("RTE", "dev", data), []
+    path, seen = saved(model), []
     for layer in (1, 2):
-        found = tsne.layer_features(str(path), examples, layer=layer, **FP32)
+        found = features_of(path, data, layer)
         np.testing.assert_allclose(found, naive(path, data, layer, 0), atol=1e-5)
     assert tsne.middle_layer(str(path)) == 1
     # And before the residual.
     model.bert.encoder.layer[0].output.dense.register_forward_hook(lambda _m, _i, output: seen.append(output))
     states_of(model, AutoTokenizer.from_pretrained(encoder), data)
-    found = tsne.layer_features(str(path), examples, layer=1, **{**FP32, "aspect": "ffn_down"})
+    found = features_of(path, data, 1, "ffn_down")
     np.testing.assert_allclose(found, np.stack([output[0, 0].numpy() for output in seen]), atol=1e-5)
 
 
 def test_a_decoder_s_are_those_at_its_last_token(data, saved) -> None:
     """Of three layers, as the last one's hidden states have the final norm in transformers' list."""
     path = saved(tiny_model("gpt2", head="sequence", n_layer=3, num_labels=2, pad_token_id=0))
-    found = tsne.layer_features(str(path), read_split("RTE", "dev", data), layer=2, **FP32)
+    found = features_of(path, data, 2)
     np.testing.assert_allclose(found, naive(path, data, 2, -1), atol=1e-5)
 
 

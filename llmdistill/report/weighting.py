@@ -21,7 +21,7 @@ from llmdistill.report.plots import INK, STYLE, WIDTH, Drawing, new_figure
 from llmdistill.students.svd import factor_params
 
 WEIGHTING_FILE = "weighting.json"
-"""The file of a run's folder with the ranks, costs and spectra of its student."""
+"""The file of a run's folder with the ranks, spectra and predicted losses of its student."""
 
 _LIGHT, _DARK = "#fdfdfd", "#101010"
 """Colors of marks on fields, which stay as they are in pages of other colors."""
@@ -39,8 +39,8 @@ class Matrix(NamedTuple):
     rank: int | None
     """None for a matrix that stays dense."""
     form: Form
-    costs: list[tuple[int, float]]
-    """Ranks, each with the cost of lowering this matrix alone to it."""
+    losses: list[tuple[int, float]]
+    """Pairs of a rank and the predicted loss of cutting this matrix alone to it."""
 
     @property
     def kept(self) -> float:
@@ -61,15 +61,18 @@ def matrices(weighting: Mapping[str, Any]) -> list[Matrix]:
     """Return the matrices of a weighted student by layer; none if they are not in numbered layers."""
     ranks, spectra = weighting.get("ranks", {}), weighting.get("spectra", {})
     places = {name: re.fullmatch(r"(?:.*?\.)?(\d+)\.(.+)", name) for name in spectra or ranks}
-    kinds = _shorten_names({place[2] for place in places.values() if place is not None})
+    kinds = {place[2] for place in places.values() if place is not None}
+    lasts = [kind.rsplit(".", 1)[-1] for kind in kinds]
+    # A kind is shown by the last part of its name, unless another kind ends with the same.
+    short = {kind: last if lasts.count(last) == 1 else kind for kind, last in zip(kinds, lasts, strict=True)}
     decomposed = []
     for name, place in places.items():
         if place is not None:
             measured = spectra.get(name, {})
             shape = tuple(measured["shape"]) if measured else None
-            costs = [(int(rank), float(cost)) for rank, cost in measured.get("costs", [])]
+            losses = [(int(rank), float(loss)) for rank, loss in measured.get("costs", [])]
             layer, form = int(place[1]) + 1, weighting.get("form", "plain")
-            decomposed.append(Matrix(layer, kinds[place[2]], shape, ranks.get(name), form, costs))
+            decomposed.append(Matrix(layer, short[place[2]], shape, ranks.get(name), form, losses))
     return decomposed
 
 
@@ -83,7 +86,7 @@ def draw_weighting(weighting: Mapping[str, Any]) -> list[Drawing]:
             "matrix that stays dense."
         )
         drawings.append(Drawing("ranks", "Ranks by layer and kind of matrix", caption, plot_ranks(decomposed)))
-    if weighting.get("weighting") == "gradients" and any(matrix.costs for matrix in decomposed):
+    if weighting.get("weighting") == "gradients" and any(matrix.losses for matrix in decomposed):
         caption = (
             "The loss that each singular value is predicted to save: its square in the unit of the loss, which is the "
             "same for all matrices. A line is a layer; the dot is the rank that the student takes."
@@ -164,7 +167,7 @@ def plot_ranks(decomposed: Sequence[Matrix]) -> Figure:
 @rc_context(STYLE)
 def plot_spectra(decomposed: Sequence[Matrix]) -> Figure:
     """Plot the loss that each singular value saves: a panel for a kind, a line for a layer, and a dot at its rank."""
-    kinds = list(dict.fromkeys(matrix.kind for matrix in decomposed if matrix.costs))
+    kinds = list(dict.fromkeys(matrix.kind for matrix in decomposed if matrix.losses))
     layers = sorted({matrix.layer for matrix in decomposed})
     colors = {layer: _DEPTHS(0.2 + 0.7 * index / max(len(layers) - 1, 1)) for index, layer in enumerate(layers)}
     figure, panels = panel_grid(kinds, 0.7, 1.5, sharey=True)
@@ -187,7 +190,7 @@ def plot_spectra(decomposed: Sequence[Matrix]) -> Figure:
 
 def _draw_spectrum(axes: Axes, matrix: Matrix, color: Any) -> None:
     """Draw the mean saving of the singular values between two ranks, over the middle of these ranks."""
-    steps = zip(matrix.costs[:-1], matrix.costs[1:], strict=True)
+    steps = zip(matrix.losses[:-1], matrix.losses[1:], strict=True)
     points = [((low + high + 1) / 2, (before - after) / (high - low)) for (low, before), (high, after) in steps]
     points = [(place, saved) for place, saved in points if saved > 0]  # a logarithm needs them positive
     if not points:
@@ -197,9 +200,3 @@ def _draw_spectrum(axes: Axes, matrix: Matrix, color: Any) -> None:
     if rank is not None:
         nearest = min(points, key=lambda point: abs(point[0] - rank))
         axes.plot(*nearest, marker="o", markersize=3.5, color=color)
-
-
-def _shorten_names(kinds: set[str]) -> dict[str, str]:
-    """Return the last part of each name, or the whole name where several names have this last part."""
-    lasts = [kind.rsplit(".", 1)[-1] for kind in kinds]
-    return {kind: last if lasts.count(last) == 1 else kind for kind, last in zip(kinds, lasts, strict=True)}
