@@ -1,11 +1,11 @@
-"""The exception whose message is shown to the user, an exception that is converted to it, and a common check."""
+"""Exceptions whose message is for the user, one that is converted to such, and a check of names."""
 
 from __future__ import annotations
 
 import signal
 
 _LONGEST = 3000
-"""Characters of a message; its end, which holds the remedy, is always kept."""
+"""Characters of a message; its end, which has the remedy, is never cut."""
 
 
 class UserError(ValueError):
@@ -27,7 +27,7 @@ class UserError(ValueError):
 
 
 class ServerLost(UserError):
-    """A server that a training asks does not answer any more. Once it does, the same command goes on."""
+    """A server that a training run needs does not answer any more. Once it does, the same command goes on."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h: try again later
 

@@ -17,7 +17,7 @@ from typing import Any
 from llmdistill.errors import UserError
 
 _PART = ".part"
-"""How the name of a file ends that is not written to its end."""
+"""The ending of a file or folder that is being written."""
 
 
 def cache_folder(setting: str | Path | None = None) -> Path:
@@ -61,7 +61,7 @@ def check_writable(path: Path, key: str) -> None:
     if not os.path.isdir(there):
         raise UserError(f"{key} {path}: {there} is a file; give another folder, or move the file away")
     try:
-        # Permissions do not tell: root may write to /proc, and no folder comes of it.
+        # Permissions do not tell: root may write to /proc, where no folder can be made.
         os.rmdir(tempfile.mkdtemp(prefix=".try.", suffix=_PART, dir=there))
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()
@@ -153,7 +153,7 @@ def write_error(path: Path, error: Exception, size: int | None = None) -> UserEr
 
 
 def is_unused(folder: Path, *others: str) -> bool:
-    """Whether a folder holds nothing but what the kill of a write may have left, and entries of these names."""
+    """Return whether a folder has only entries of these names, and what a killed process may have left half written."""
     return all(entry.name in others or entry.name.endswith(_PART) for entry in folder.iterdir())
 
 
@@ -202,7 +202,7 @@ def _place(pattern: re.Pattern[str], text: str) -> int:
 
 
 def has_half_surrogate(value: Any) -> bool:
-    """Whether a text in a plain JSON value has half of a surrogate pair, which no file and no tokenizer takes."""
+    """Return whether a text in a JSON value has half of a surrogate pair, which no file and no tokenizer takes."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError:

@@ -78,7 +78,7 @@ def file_sha256(path: Path) -> str:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """What a manifest keeps of a file: its size, and the sha256 unless it is text."""
+    """Return what a manifest records of a file: its size, and the sha256 unless it is text."""
     size = {"bytes": path.stat().st_size}
     return size if path.suffix in _PLAIN else {**size, "sha256": file_sha256(path)}
 
@@ -86,7 +86,7 @@ def file_entry(path: Path) -> dict[str, Any]:
 def file_damage(path: Path, entry: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a file, beginning with its path; None if it is as `file_entry` saw it.
 
-    Earlier versions kept the sha256 of text too; it is not compared.
+    Earlier versions recorded the sha256 of text too; it is not compared.
     """
     if not isinstance(entry.get("bytes"), int) or not (path.suffix in _PLAIN or isinstance(entry.get("sha256"), str)):
         return f"{path}: nothing tells its size and sha256"

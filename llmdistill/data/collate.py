@@ -44,7 +44,8 @@ class Encoded:
     rest_ids: list[int] = field(default_factory=list)
     """What a chat template writes after the last answer, such as a newline: read, but not learned."""
     asked_ids: list[int] | None = None
-    """The prompt of the last answer, for a student that answers it itself; None if it is prompt_ids."""
+    """The prompt of the last answer, for a student that answers it itself; None if it is prompt_ids. Read it by
+    `last_prompt`; this is also the name of its column on disk."""
 
     @property
     def ids(self) -> list[int]:
@@ -62,7 +63,7 @@ class Encoded:
 
     @classmethod
     def of(cls, ids: list[int], borders: Sequence[int], teacher: str, asked_ids: list[int] | None) -> Encoded:
-        """Make an example of its tokens and the borders of its learned parts, of which there is at least one."""
+        """Make an example from its tokens and the borders of its learned parts, of which there is at least one."""
         first, *inner, last = borders
         gaps = tuple((end - first, begin - first) for end, begin in zip(inner[::2], inner[1::2], strict=True))
         return cls(ids[:first], ids[first:last], teacher, gaps, ids[last:], asked_ids)
@@ -124,19 +125,19 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
     return Batch(
         pad_rows([[token for item in row for token in item.ids] for row in rows], pad_token_id),
         pad_rows(numbers, 0),
-        pad_rows([[label for item in row for label in _make_labels(item, learned=1)] for row in rows], IGNORE_INDEX),
+        pad_rows([[label for item in row for label in _make_labels(item, first=1)] for row in rows], IGNORE_INDEX),
         position_ids=pad_rows(positions, 0),
         sample_ids=tuple(tuple(item.sample_id for item in row) for row in rows),
         teachers=tuple(row[0].teacher for row in rows),
     )
 
 
-def _make_labels(item: Encoded, *, learned: int = 0) -> list[int]:
-    """Return the label of each token: the tokens of the learned parts, but none before the position `learned`."""
+def _make_labels(item: Encoded, *, first: int = 0) -> list[int]:
+    """Return the label of each token: the tokens of the learned parts, but none before the position `first`."""
     ids, borders = item.ids, item.borders
     labels = [IGNORE_INDEX] * len(ids)
     for begin, end in zip(borders[::2], borders[1::2], strict=True):
-        begin = max(begin, learned)
+        begin = max(begin, first)
         labels[begin:end] = ids[begin:end]
     return labels
 

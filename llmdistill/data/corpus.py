@@ -1,4 +1,4 @@
-"""A tokenized text: its segments (lines) are read and tokenized once, kept on disk and mapped into memory."""
+"""A tokenized text: its segments (lines) are read and tokenized once, stored on disk and mapped into memory."""
 
 from __future__ import annotations
 

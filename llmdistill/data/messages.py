@@ -199,8 +199,8 @@ def _parse_content(content: object, where: str) -> tuple[str, str, list[dict[str
     texts: dict[str, list[str]] = {kind: [] for kind in _PARTS}
     for part in content:
         values = part if isinstance(part, Mapping) else {"text": part}
-        given = values.get("type", "text")
-        kind = next((kind for kind, names in _PARTS.items() if given in names), None)
+        name = values.get("type", "text")
+        kind = next((kind for kind, names in _PARTS.items() if name in names), None)
         text = next((values[key] for key in ("text", "value", "thinking") if values.get(key) is not None), None)
         if kind is None or not isinstance(text, str):
             raise UserError(f"{where} has the part {excerpt(part)}, and only texts are read; leave the row out")

@@ -53,7 +53,7 @@ PAIRS = Layout(
     ),
     columns={"input_ids": TOKEN_IDS, "token_type_ids": pa.list_(pa.uint8()), "target": None, "index": pa.int64()},
 )
-"""How encoded pairs are kept on disk."""
+"""How encoded pairs are stored on disk."""
 
 
 def encode_pairs(

@@ -24,9 +24,9 @@ Item = TypeVar("Item", bound=Sized)
 """An example; its length is its number of tokens."""
 Element = TypeVar("Element")
 
-_SMALLEST_SHARE = 4
-"""A window is at most this part of the data set. Examples of the same length are side by side in a window, so an
-example that occurs twice in it, from two epochs, would be learned twice in one step."""
+_MIN_WINDOWS = 4
+"""An epoch has at least so many windows. Examples of the same length are side by side in a window, so an example that
+occurs twice in it, from two epochs, would be learned twice in one step."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def share_out(total: int, weights: Sequence[float]) -> list[int]:
 
     The largest remainders are rounded up, and each part gives at least one.
     """
-    wanted = [total * weight / sum(weights) for weight in weights]
-    counts = [max(1, math.floor(share)) for share in wanted]
-    order = sorted(range(len(weights)), key=lambda number: counts[number] - wanted[number])
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [max(1, math.floor(share)) for share in exact]
+    order = sorted(range(len(weights)), key=lambda number: counts[number] - exact[number])
     for number in order[: max(0, total - sum(counts))]:
         counts[number] += 1
-    while sum(counts) > total:  # where tiny parts were given their one example
+    while sum(counts) > total:  # because tiny parts got their one example
         counts[counts.index(max(counts))] -= 1
     return counts
 
@@ -188,7 +188,7 @@ class TrainLoader(StepLoader[Item]):
         super().__init__(share, collate)
         self.items = items
         self.mixture = mixture
-        self.bucket_steps = max(1, min(share.bucket_steps, len(items) // (_SMALLEST_SHARE * share.global_batch_size)))
+        self.bucket_steps = max(1, min(share.bucket_steps, len(items) // (_MIN_WINDOWS * share.global_batch_size)))
         self._length = getattr(items, "length", lambda index: len(items[index]))
 
     def global_batch(self, step: int) -> list[int]:

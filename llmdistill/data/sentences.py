@@ -26,7 +26,7 @@ _SCORES = ("score", "similarity_score", "label")
 
 @dataclass(frozen=True)
 class SentencePair:
-    """Two sentences and how similar people found them."""
+    """Two sentences and how similar they are to people."""
 
     sentence1: str
     sentence2: str

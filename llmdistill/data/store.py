@@ -1,4 +1,4 @@
-"""Tokens on disk: made once, found again by what they were made from, and mapped into memory by every process.
+"""Tokens on disk: made once, looked up by what they were made from, and mapped into memory by every process.
 
 CACHE/KIND/KEY/meta.json        what the tokens were made from, and their counts
 CACHE/KIND/KEY/manifest.json    size of each file, and sha256
@@ -59,8 +59,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     else:
         decides = json.loads(backend.to_str())
         # Each call of the tokenizer sets these two, so they differ before and after the first call.
-        for passing in ("truncation", "padding"):
-            decides.pop(passing, None)
+        for setting in ("truncation", "padding"):
+            decides.pop(setting, None)
     if rows_of(tokenizer) is not None:  # texts with the tokens beyond them are refused
         decides = [decides, rows_of(tokenizer)]
     return digest(json.loads(json.dumps(decides, default=str)))
@@ -122,10 +122,10 @@ def read_meta(folder: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Generic[Item]):
-    """How examples of one kind are kept: each column has the numbers of their attribute of the same name."""
+    """How examples of one kind are stored: each column has the numbers of their attribute of the same name."""
 
     make: Callable[..., Item]
-    """Makes an example of its row, given by name: an array for a list, None for a column that the examples lack."""
+    """Makes an example from its row, passed by name: an array for a list, None for a column that the examples lack."""
     columns: Mapping[str, Any]
     """The type of each column: TOKEN_IDS, one of Arrow's, or None for the type that the numbers have. The first column
     has a number for each token."""

@@ -47,7 +47,7 @@ EXAMPLES = Layout(
     ),
     columns={"ids": TOKEN_IDS, "borders": pa.list_(pa.int32()), "teacher": pa.string(), "asked_ids": TOKEN_IDS},
 )
-"""How encoded examples are kept on disk."""
+"""How encoded examples are stored on disk."""
 
 
 class StoredExamples(NamedTuple):

@@ -38,16 +38,16 @@ def shuffle(items: Iterable[Item], size: int, rng: np.random.Generator) -> Itera
     Each new item replaces a random item of the buffer, which is yielded; at the end the items that are still in the
     buffer are yielded.
     """
-    held: list[Item] = []
+    buffer: list[Item] = []
     for item in items:
-        if len(held) < size:
-            held.append(item)
+        if len(buffer) < size:
+            buffer.append(item)
             continue
         place = int(rng.integers(size))
-        out, held[place] = held[place], item
+        out, buffer[place] = buffer[place], item
         yield out
-    for place in rng.permutation(len(held)):
-        yield held[place]
+    for place in rng.permutation(len(buffer)):
+        yield buffer[place]
 
 
 def check_stream(reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
@@ -166,8 +166,8 @@ class StreamLoader(StepLoader[Encoded]):
         self._walk = self.examples.walk(self.left_out)
         self._number, self._window = -1, list[Encoded]()
         """The examples of the steps that are sorted together, over all ranks, and the number of this window."""
-        self._epoch = self._read = self._kept = 0
-        """The epoch of the last example, and how many of this epoch were read and kept so far."""
+        self._epoch = self._read = self._fitting = 0
+        """The epoch of the last example, and how many of this epoch were read and were within the limits so far."""
         self._unanswered: int | None = 0
         """The number of examples that were read, if none of them had an answer; None as soon as one had."""
 
@@ -189,10 +189,10 @@ class StreamLoader(StepLoader[Encoded]):
             self.counts = self.counts.plus(data.counts)
         for place, epoch in enumerate(part.epochs):
             if epoch != self._epoch:
-                if self._kept == 0:  # and the next epochs would be no better
+                if self._fitting == 0:  # and the next epochs would be no better
                     raise self._make_error(str(none_left(self._read, self.limits)))
-                self._epoch, self._read, self._kept = epoch, 0, 0
-            self._read, self._kept = self._read + 1, self._kept + (place in items)
+                self._epoch, self._read, self._fitting = epoch, 0, 0
+            self._read, self._fitting = self._read + 1, self._fitting + (place in items)
         return [items[place] for place in sorted(items)]
 
     def _read_parts(self, size: int) -> list[_Part | str]:

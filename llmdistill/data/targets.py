@@ -59,7 +59,7 @@ TARGETS = Layout(
     make=lambda ids, source_length: EncodedTarget(ids[:source_length].tolist(), ids[source_length:].tolist()),
     columns={"ids": TOKEN_IDS, "source_length": pa.int32()},
 )
-"""How encoded targets are kept on disk."""
+"""How encoded targets are stored on disk."""
 
 
 @dataclass(frozen=True)

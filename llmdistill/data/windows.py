@@ -99,7 +99,7 @@ WINDOWS = Layout(
         "question": pa.int32(),
     },
 )
-"""How encoded windows are kept on disk."""
+"""How encoded windows are stored on disk."""
 
 
 def encode_in_pieces(

@@ -19,8 +19,8 @@ LOCATIONS = {
 
 
 def locate(reference: str) -> Path:
-    """The path of a model: as `locate_data`; and for a GGUF file, or a folder with one and no config.json, the folder
-    of its dequantized model, which the first call makes.
+    """Return the path of a model: as `locate_data`; for a GGUF file, or a folder with one and no config.json, that of
+    its dequantized model, which the first call makes.
 
     Raises:
         UserError: as in `locate_data` and `models.gguf.dequantized`.
@@ -31,8 +31,8 @@ def locate(reference: str) -> Path:
 
 
 def locate_data(reference: str) -> Path:
-    """The path of a reference: one in this package for `embedded:NAME`, one in the folder of another installed Python
-    package for `package:NAME/PATH`, else the reference itself.
+    """Return the path of a reference: one in this package for `embedded:NAME`, one in the folder of another installed
+    Python package for `package:NAME/PATH`, else the reference itself.
 
     Raises:
         UserError: the package contains no `embedded:NAME`, or the Python package is not installed.

@@ -128,16 +128,16 @@ def generate_passes(
     started = time.perf_counter()
     answers: dict[tuple[int, int], list[int]] = {}
     for job, is_extra in shared_jobs(len(seeds) * len(batches), synced=synced):
-        turn, number = divmod(job, len(batches))
-        rows = answer_batch(engine, prompt_ids, batches, number, seeds[turn])
+        pass_number, number = divmod(job, len(batches))
+        rows = answer_batch(engine, prompt_ids, batches, number, seeds[pass_number])
         if not is_extra:
-            answers.update({(turn, index): row for index, row in rows.items()})
+            answers.update({(pass_number, index): row for index, row in rows.items()})
     if model.device.type == "cuda":  # kernels run asynchronously, and the seconds should include all of them
         torch.cuda.synchronize(model.device)
     gathered, seconds = gather_answers(answers, time.perf_counter() - started)
     results = []
-    for turn in range(len(seeds)):
-        rows_in_order = [gathered[turn, index] for index in range(len(prompt_ids))]
+    for pass_number in range(len(seeds)):
+        rows_in_order = [gathered[pass_number, index] for index in range(len(prompt_ids))]
         texts = final_answers(rows_in_order, tokenizer, ends)
         results.append(GenerationResult(texts, sum(map(len, rows_in_order)), seconds / len(seeds)))
     return results

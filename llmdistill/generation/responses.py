@@ -82,7 +82,7 @@ def generate_responses(
         The record in OUTPUT.provenance.json, the same on every rank.
 
     Raises:
-        UserError: the settings, prompts or model are invalid (found before the weights are loaded), or the output
+        UserError: the settings, prompts or model are invalid (which shows before the weights are loaded), or the output
             belongs to another request.
     """
     job = _prepare(model, data, output, settings)

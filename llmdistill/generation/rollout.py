@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
     seed: int
 
 
-class Written(NamedTuple):
+class WrittenAnswer(NamedTuple):
     """An answer, with its end token if it has one."""
 
     ids: list[int]
@@ -36,7 +36,7 @@ class Written(NamedTuple):
 class Writer(Protocol):
     """Writes the answers of the student: samples of its distribution at temperature 1."""
 
-    def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[Written]]:
+    def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[WrittenAnswer]]:
         """Return the answers of a step (from 0) to this rank's prompts. Every rank must call this function."""
         ...
 
@@ -103,12 +103,12 @@ class StudentWriter:
     synced: bool
     """Whether every rank must take part in each forward pass (ZeRO-3)."""
 
-    def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[Written]]:
+    def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[WrittenAnswer]]:
         """See Writer."""
         return [self._generate(prompts) for prompts in micro_batches]
 
     @torch.no_grad()
-    def _generate(self, prompts: Sequence[Prompt]) -> list[Written]:
+    def _generate(self, prompts: Sequence[Prompt]) -> list[WrittenAnswer]:
         model = self.model
         settings = GenerationConfig(
             max_new_tokens=self.max_new_tokens,
@@ -119,7 +119,7 @@ class StudentWriter:
         noise = RowNoise([prompt.seed for prompt in prompts], model.device)
         with inference(model, settings):
             rows = new_tokens(model, [prompt.ids for prompt in prompts], settings, synced=self.synced, noise=noise)
-        return [Written(row, []) for row in rows]
+        return [WrittenAnswer(row, []) for row in rows]
 
 
 class RowNoise(LogitsProcessor):

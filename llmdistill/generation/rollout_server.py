@@ -18,13 +18,13 @@ from urllib.error import HTTPError
 
 from llmdistill.errors import UserError
 from llmdistill.generation.model_server import ModelServer, describe_error
-from llmdistill.generation.rollout import Prompt, Written
+from llmdistill.generation.rollout import Prompt, WrittenAnswer
 from llmdistill.runtime.distributed import on_every, on_main
 
 _REQUESTS = 64
 """Requests that a rank has under way at the same time: vLLM answers them together."""
 _TRIES = 30
-"""How often a server is asked to clear its cache, a second apart."""
+"""How often a run tells the server to clear its cache, a second apart."""
 _STAMP_REQUEST = {"method": "weights_stamp"}
 
 
@@ -81,7 +81,7 @@ class RolloutServer:
             time.sleep(1)
         raise UserError(f"{self._server.name}: it goes on answering others; give the run a server of its own")
 
-    def ask(self, prompt: Prompt) -> Future[Written]:
+    def ask(self, prompt: Prompt) -> Future[WrittenAnswer]:
         """Request an answer; the future raises as `ModelServer.complete` does."""
         body = {
             "prompt": prompt.ids,
@@ -101,13 +101,13 @@ class RolloutServer:
         what, remedy = f"a prompt of {len(prompt.ids)} tokens", "serve the untrained student of this run"
         return self._server.complete(body, self._parse_answer, what=what, remedy=remedy)
 
-    def _parse_answer(self, answer: Any) -> Written:
+    def _parse_answer(self, answer: Any) -> WrittenAnswer:
         try:
             choice = answer["choices"][0]
             ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            written = Written([int(token) for token in ids], [float(value) for value in log_probs])
+            written = WrittenAnswer([int(token) for token in ids], [float(value) for value in log_probs])
         except (KeyError, IndexError, TypeError, ValueError):
-            written = Written([], [])
+            written = WrittenAnswer([], [])
         if not 0 < len(written.ids) == len(written.log_probs) <= self._longest:
             raise UserError(
                 f"{self._server.name}: it does not give the 1 to {self._longest} tokens of an answer with the "
@@ -134,7 +134,7 @@ class ServerWriter:
     _period: int | None = field(default=None, init=False)
     _stamp: str | None = field(default=None, init=False)
 
-    def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[Written]]:
+    def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[WrittenAnswer]]:
         """See Writer; raises a UserError, on every rank, as `RolloutServer` does."""
         if self._period != step // self.every:
             self._send_weights()
@@ -159,5 +159,5 @@ class ServerWriter:
         on_main(lambda: self.server.take_weights(self.folder, str(self._stamp)))
 
 
-def _collect(futures: Sequence[Sequence[Future[Written]]]) -> list[list[Written]]:
+def _collect(futures: Sequence[Sequence[Future[WrittenAnswer]]]) -> list[list[WrittenAnswer]]:
     return [[future.result() for future in of_batch] for of_batch in futures]
