@@ -191,6 +191,7 @@ def _gather_state(engine: Any, *, only_trained: bool) -> dict[str, Tensor] | Non
 
     sharded = engine.zero_optimization_stage() == 3
     state: dict[str, Tensor] = {}
+    # A full state dict has a tied parameter under each of its names.
     for name, parameter in engine.module.named_parameters(remove_duplicate=only_trained):
         if name.startswith(f"{PROJECTORS}.") or (only_trained and not parameter.requires_grad):
             continue
@@ -206,21 +207,29 @@ def _gather_state(engine: Any, *, only_trained: bool) -> dict[str, Tensor] | Non
     return state
 
 
+@dataclass(frozen=True)
+class Template:
+    """The untrained student, whose structure and files the trained one takes over."""
+
+    folder: Path | str
+    """The folder from which tokenizer and settings are copied."""
+    load: Callable[[torch.dtype], PreTrainedModel]
+    """Loads the model in a dtype; only its structure matters."""
+
+
 def save_student(
     engine: Any,
     output: Path,
     *,
-    template: Callable[[torch.dtype], PreTrainedModel],
-    source: Path | str,
+    template: Template,
     settings: StudentConfig,
     prompt: str | None = None,
     pooling: Pooling | None = None,
 ) -> None:
     """Save the student as a Hugging Face model, without projectors, in the form in which `settings` save it.
 
-    Every rank must call this function. `template` loads the untrained student, whose structure is saved; the tokenizer
-    is copied from `source`, and records the `prompt` of the training data. `pooling` makes embeddings
-    of sentences, if the student learned these.
+    Every rank must call this function. The tokenizer records the `prompt` of the training data. `pooling` makes
+    embeddings of sentences, if the student learned these.
     """
     state = _gather_state(engine, only_trained=learns_by_a_form(settings))
     dense = getattr(engine.module, DENSE, None)
@@ -230,12 +239,12 @@ def save_student(
         prefix = f"{DENSE}."
         of_dense = {name.removeprefix(prefix): state.pop(name) for name in [*state] if name.startswith(prefix)}
         with torch.random.fork_rng(devices=[]):  # a missing head is initialized at random and then overwritten
-            model = template(next(iter(state.values())).dtype)
+            model = template.load(next(iter(state.values())).dtype)
         if hasattr(model, DENSE):  # its weights are not among those of the model
             delattr(model, DENSE)
         finish(model, settings, state)
         with new_proven_folder(output) as partial:
-            save_model(model, partial, source)
+            save_model(model, partial, template.folder)
             if pooling is not None and dense is not None:
                 save_dense(partial, dense, of_dense, pooling)
             elif pooling is not None and pooling != getattr(read_sentence_settings(partial), "pooling", None):

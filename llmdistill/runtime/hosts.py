@@ -81,7 +81,7 @@ def _ask(host: str) -> str | None:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=3 * _ANSWER_SECONDS,
+            timeout=3 * _ANSWER_SECONDS,  # ConnectTimeout ends before the login, which may take longer
         )
     except FileNotFoundError:
         return "ssh is not installed here"

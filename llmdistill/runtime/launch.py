@@ -37,7 +37,8 @@ LAUNCHER_SWITCHES = ("no_ssh",)
 _HOSTFILE = Path("/job/hostfile")
 """DeepSpeed's launcher reads it unless it is given another one."""
 _KILL_SECONDS = 30.0
-"""How long the other ranks may still run after one has failed."""
+"""How long the other ranks may still run after one has failed. After a signal they have no limit: DeepSpeed's launcher
+kills ranks 30 seconds after one, in the middle of a long step or a checkpoint."""
 _POLL_SECONDS = 0.1
 _ELSEWHERE = "203.0.113.1"
 """An address of no network of ours (RFC 5737): its route is the default one. Nothing is sent to it."""
@@ -105,7 +106,7 @@ def run_ranks(command: Sequence[str], count: int) -> None:
     ranks: list[subprocess.Popen[bytes]] = []
     ignore_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     with signals.waiting():
-        before = signals.handle_by(lambda number, _: caught.append(number))
+        before = signals.set_handlers(lambda number, _: caught.append(number))
         try:
             for number in map(str, range(count)):
                 environment = {**os.environ, **shared, "RANK": number, "LOCAL_RANK": number}
@@ -172,7 +173,8 @@ def rank_of_task(environment: Mapping[str, str]) -> dict[str, str]:
     first = re.match(r"(?:\[[^]]*\]|[^,[])+", nodes)
     assert first is not None, f"{nodes!r} is no list of nodes"
     first_node = re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
-    # Steps that run at the same time, of one job or of several jobs that share a node, need ports of their own.
+    # Steps that run at the same time, of one job or of several jobs that share a node, need ports of their own; Linux
+    # gives the ports from 32768 on to outgoing connections.
     number = int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
     return {
         "RANK": environment["SLURM_PROCID"],

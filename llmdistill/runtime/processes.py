@@ -42,20 +42,20 @@ class NodeRanks:
         os.unlink(name)
         os.close(own)
 
-    def speaks_first(self) -> bool:
-        """Whether no rank of this node, this one included, has said yet why the run ends; this one does now."""
+    def claim_report(self) -> bool:
+        """Return whether this rank is the one of its node that says why the run ends: the first that calls this."""
         os.write(self._words, b".")
         return os.lseek(self._words, 0, os.SEEK_CUR) == 1
 
-    def reports_loss(self) -> bool:
-        """Whether another rank of this node has ended, which is reported if none has said why the run ends."""
-        lost = self.lost()
-        if lost is not None and self.speaks_first():
+    def report_lost_ranks(self) -> bool:
+        """Return whether another rank of this node has ended, and say so if none has said why the run ends."""
+        lost = self.describe_lost_ranks()
+        if lost is not None and self.claim_report():
             print(f"error: {lost}", file=sys.stderr, flush=True)
         return lost is not None
 
-    def lost(self, seconds: float = 0.0) -> str | None:
-        """Say which other ranks of this node have ended, at the latest after some seconds; None if none has."""
+    def describe_lost_ranks(self, seconds: float = 0.0) -> str | None:
+        """Return which other ranks of this node have ended, at the latest after some seconds; None if none has."""
         patience = time.monotonic() + seconds
         while not (ended := [rank for rank, process in self._processes.items() if _has_ended(process)]):
             if time.monotonic() >= patience:

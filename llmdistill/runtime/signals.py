@@ -59,7 +59,7 @@ def handling() -> Iterator[None]:
     _state = state = _State()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    before = handle_by(_handle)
+    before = set_handlers(_handle)
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_listen, args=(reader, state), name="signals", daemon=True).start()
     _watch_launcher(state)
@@ -76,7 +76,7 @@ def handling() -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Only remember a signal in this block, which asks `caught` from time to time.
+    """Only remember a signal in this block, which calls `first_signal` from time to time.
 
     Raises Stopped after the block for a signal that the block did not see.
     """
@@ -89,13 +89,18 @@ def waiting() -> Iterator[None]:
         raise Stopped(_state.number)
 
 
-def handle_by(handler: Callable[[int, object], None]) -> dict[signal.Signals, Any]:
-    """Handle SIGNALS by a function and return the handlers before; a SIGHUP that nohup ignores stays ignored."""
+def set_handlers(handler: Callable[[int, object], None] | signal.Handlers) -> dict[signal.Signals, Any]:
+    """Set the handler of SIGNALS and return the handlers before; a SIGHUP that nohup ignores stays ignored.
+
+    SIG_DFL ends the process at once and silently, SIG_IGN does nothing. Outside of the main thread nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
     return {number: signal.signal(number, handler) for number in SIGNALS if number not in ignored}
 
 
-def caught() -> int:
+def first_signal() -> int:
     """Return the number of the first signal; 0 if there was none."""
     return _state.number
 
@@ -105,13 +110,7 @@ def line_start() -> str:
     return "\n" if _interrupted.is_set() and sys.stderr.isatty() else ""
 
 
-def answer_by(action: signal.Handlers) -> None:
-    """From now on the system handles signals: SIG_DFL ends the process at once and silently, SIG_IGN does nothing."""
-    if threading.current_thread() is threading.main_thread():
-        handle_by(action)  # type: ignore[arg-type]
-
-
-def leave_if(is_hopeless: Callable[[], bool] | None) -> None:
+def end_at_signal_if(is_hopeless: Callable[[], bool] | None) -> None:
     """End this process at once at a signal if `is_hopeless` says, in another thread, that its work cannot go on."""
     _state.is_hopeless = is_hopeless
 

@@ -76,7 +76,7 @@ def _end_rank(error: BaseException) -> int:
 
     One rank of a node says why: rank 0 what every rank is known to raise, and else the first one that has a reason.
     """
-    signals.answer_by(signal.SIG_IGN)  # what the launcher does about another rank must not come before the reason
+    signals.set_handlers(signal.SIG_IGN)  # what the launcher does about another rank must not come before the reason
     rank = int(os.environ.get("RANK", "0"))
     module = sys.modules.get("llmdistill.runtime.distributed")
     node = None if module is None else module.node()
@@ -85,7 +85,10 @@ def _end_rank(error: BaseException) -> int:
     where = f" (rank {rank})" if rank else ""
     if isinstance(error, Stopped):
         everywhere = everywhere or node is None  # no rank waits for another one before they have joined
-        code, said = error.code, (None if node is None or everywhere else node.lost()) or f"{error}{where}"
+        code, said = (
+            error.code,
+            (None if node is None or everywhere else node.describe_lost_ranks()) or f"{error}{where}",
+        )
     elif isinstance(error, UserError):
         code, said = error.code, f"{error}{where}"
     elif isinstance(error, RankError):
@@ -101,25 +104,25 @@ def _end_rank(error: BaseException) -> int:
         traceback.print_exception(error)
         said = f"rank {rank} failed: {_out_of_memory(error) or _name(error)}"
     if own or isinstance(error, UserError):
-        _record(said)
+        _write_error_file(said)
     if rank != 0 and isinstance(error, UserError | RankError):
-        _wait_for_the_launcher()
-    first = node is None or node.speaks_first()
+        _wait_for_launcher()
+    first = node is None or node.claim_report()
     if lost and first and node is not None:
-        said = node.lost(_HEARING_SECONDS) or said
+        said = node.describe_lost_ranks(_HEARING_SECONDS) or said
     sys.stdout.flush()
     if rank == 0 if everywhere else own or first:
         print(f"{signals.line_start()}error: {said}", file=sys.stderr)
     sys.stderr.flush()
     if lost:
-        _wait_for_the_launcher()
+        _wait_for_launcher()
     ranks = sys.modules.get("torch.distributed")
     if ranks is not None and ranks.is_initialized() and ranks.get_world_size() > 1:
         os._exit(code)
     return code
 
 
-def _record(said: str) -> None:
+def _write_error_file(said: str) -> None:
     """Write why this rank ends to the file from which torchrun's report takes it; other launchers name no file.
 
     `torch.distributed.elastic.multiprocessing.errors.record` would write a traceback, also for a UserError.
@@ -129,8 +132,8 @@ def _record(said: str) -> None:
         Path(file).write_text(json.dumps({"message": said, "timestamp": int(time.time())}), encoding="utf-8")
 
 
-def _wait_for_the_launcher() -> None:
-    signals.answer_by(signal.SIG_DFL)
+def _wait_for_launcher() -> None:
+    signals.set_handlers(signal.SIG_DFL)
     time.sleep(_HEARING_SECONDS)
 
 

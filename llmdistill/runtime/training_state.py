@@ -171,6 +171,7 @@ def _read_shard(parameter: Any, kind: str, numel: int | None = None) -> Tensor:
 def _write_shard(parameter: Any, kind: str, values: Tensor) -> None:
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
+    # DeepSpeed pads a parameter, so that every rank has an equal share; the setters take the whole share.
     padded = _read_shard(parameter, kind).clone()
     padded[: len(values)] = values.to(padded.device)
     if kind == WEIGHT:

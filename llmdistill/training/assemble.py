@@ -25,7 +25,7 @@ from llmdistill.models.sentences import has_dense
 from llmdistill.models.sharded_load import load_sharded
 from llmdistill.runtime.distributed import World, exists_on_main, on_every, on_main, wait_until_visible
 from llmdistill.runtime.ds_check import check_ds_config
-from llmdistill.runtime.engine import add_projectors, build_engine, save_student
+from llmdistill.runtime.engine import Template, add_projectors, build_engine, save_student
 from llmdistill.runtime.environment import kernels
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.step.compile import check_compilers
@@ -256,8 +256,7 @@ def student_saver(plan: Plan, untrained: Path, engine: Any) -> Callable[[Path], 
     return partial(
         save_student,
         engine,
-        template=partial(load_student, plan, untrained),
-        source=untrained,
+        template=Template(untrained, partial(load_student, plan, untrained)),
         settings=plan.config.student,
         prompt=plan.config.data.prompt,
         pooling=plan.method.pooling,

@@ -34,7 +34,7 @@ class RunLog:
         self.activity = Activity(
             *("Training", steps, "steps"),
             done=start,
-            detail=lambda: "stops after this step and saves it" if signals.caught() else "",
+            detail=lambda: "stops after this step and saves it" if signals.first_signal() else "",
         )
         self.rows: list[dict[str, float]] = []
         """The rows of earlier starts of the run; empty on the ranks that do not write."""

@@ -2,7 +2,7 @@
 
 There are three launches: the first computes the values of the rows and the log-sum-exps for their gradients, the second
 the gradient of the queries, the third the gradient of the keys. Each launch loops over blocks of scores that stay on
-the chip. The kernels have not yet been timed on a GPU.
+the chip. The sizes of blocks are estimates: on a GPU only whole steps have been timed (docs/performance.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The squared error of features and its gradient, as a Triton kernel that reads each model once.
-
-It has not yet been timed on a GPU.
-"""
+"""The squared error of features and its gradient, as a Triton kernel that reads each model once."""
 
 # Triton reads the annotations of a kernel as part of its code.
 # mypy: allow-untyped-defs, allow-incomplete-defs

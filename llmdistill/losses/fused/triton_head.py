@@ -1,4 +1,4 @@
-"""The token terms between the two matrix products of the LM head, as a Triton kernel. Not yet timed on a GPU."""
+"""The token terms between the two matrix products of the LM head, as a Triton kernel."""
 
 # Triton reads the annotations of a kernel as part of its code.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,6 +17,7 @@ from llmdistill.losses.terms import TokenTerm
 
 LOG_FLOOR = tl.constexpr(divergence.LOG_FLOOR)
 LARGEST_BLOCK = 4096
+"""Largest number of a row's tokens that a program reads at a time."""
 
 
 def chunk_losses(

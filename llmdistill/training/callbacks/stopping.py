@@ -25,7 +25,7 @@ class Stopping:
         With several ranks a signal is known one step later, so that the hosts do not wait for each other in every step;
         at the last step they do.
         """
-        before, self._asked = self._asked, largest_later(signals.caught())
+        before, self._asked = self._asked, largest_later(signals.first_signal())
         state.signal = 0 if before is None else before()
         if state.is_last or state.signal or World.current().size == 1:
             state.signal = max(state.signal, self._asked())

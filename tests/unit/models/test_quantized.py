@@ -2,7 +2,6 @@
 
 import copy
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from llmdistill.models.forms import saved_size
 from llmdistill.models.load import load_model
 from llmdistill.models.quantized import dequantize, fake_quantize, pack, quantize, quantized_linears, unpack
 from llmdistill.models.student_form import SavedSize
-from llmdistill.runtime.engine import save_student
+from llmdistill.runtime.engine import Template, save_student
 from llmdistill.students.counting import count_parameters
 
 pytest.importorskip("torchao")
@@ -103,13 +102,9 @@ def test_a_student_is_loaded_as_it_learned(tmp_path, kind, factors, bits):
     model.save_pretrained(source)
     fake_quantize(learning, BITS[bits])
     expected = outputs(learning)
-    template = partial(load_model, source, head="saved")
-    given = {
-        "template": lambda dtype: template(dtype=dtype),
-        "source": source,
-        "settings": StudentConfig(quantize=BITS[bits]),
-    }
-    save_student(PlainEngine(learning), tmp_path / "student", **given)
+    template = Template(source, lambda dtype: load_model(source, head="saved", dtype=dtype))
+    settings = StudentConfig(quantize=BITS[bits])
+    save_student(PlainEngine(learning), tmp_path / "student", template=template, settings=settings)
 
     loaded = load_model(tmp_path / "student", dtype="auto", head="saved")
     assert torch.equal(outputs(loaded), expected)

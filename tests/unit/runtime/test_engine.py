@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, get_scheduler
 from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig, TrainConfig
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.load import load_model
-from llmdistill.runtime.engine import build_engine, learning_rate, parameter_groups, save_student
+from llmdistill.runtime.engine import Template, build_engine, learning_rate, parameter_groups, save_student
 from llmdistill.students.convert import compress
 from llmdistill.training.checkpoints import load_checkpoint, save_checkpoint
 
@@ -65,8 +65,8 @@ def test_gradients_reach_the_adapters(student, monkeypatch, checkpointing):
 def written(model: PreTrainedModel, source) -> PreTrainedModel:
     """The student that is written, loaded again."""
     output = source.with_name("student")
-    template = lambda dtype: load_model(source, new_head=True, dtype=dtype)  # noqa: E731
-    save_student(PlainEngine(model), output=output, template=template, source=source, settings=STUDENT)
+    template = Template(source, lambda dtype: load_model(source, new_head=True, dtype=dtype))
+    save_student(PlainEngine(model), output=output, template=template, settings=STUDENT)
     return load_model(output, dtype=torch.float32)
 
 

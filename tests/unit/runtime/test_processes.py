@@ -46,18 +46,18 @@ def nodes(sleeping, monkeypatch, tmp_path):
 def test_the_first_rank_of_a_node_says_why(nodes, tmp_path):
     assert [each.nodes for each in nodes] == [[[0, 1], [2]]] * 3
     assert not list(tmp_path.iterdir())
-    assert [nodes[rank].speaks_first() for rank in (1, 0, 1, 2)] == [True, False, False, True]
+    assert [nodes[rank].claim_report() for rank in (1, 0, 1, 2)] == [True, False, False, True]
 
 
 @pytest.mark.parametrize("says_why", [False, True])
 def test_a_rank_that_ends_is_named_once_unless_it_says_why(nodes, sleeping, capsys, says_why):
-    assert nodes[0].lost() is None
-    assert says_why == (says_why and nodes[1].speaks_first())
+    assert nodes[0].describe_lost_ranks() is None
+    assert says_why == (says_why and nodes[1].claim_report())
     sleeping[1].kill()
-    said = nodes[0].lost(60)
+    said = nodes[0].describe_lost_ranks(60)
     assert said.startswith("the process of rank 1 of this node has ended")
     sleeping[1].wait()  # the launcher has reaped it
-    assert nodes[0].reports_loss()
-    assert nodes[0].reports_loss()
+    assert nodes[0].report_lost_ranks()
+    assert nodes[0].report_lost_ranks()
     assert capsys.readouterr().err == ("" if says_why else f"error: {said}\n")
-    assert not nodes[2].reports_loss(), "numbers of processes are those of a node"
+    assert not nodes[2].report_lost_ranks(), "numbers of processes are those of a node"

@@ -78,8 +78,8 @@ def test_a_block_that_waits_sees_the_signal_and_is_not_interrupted():
 def job():
     with signals.waiting():
         send(signal.SIGINT)
-        print(signals.caught(), flush=True)
-        raise Stopped(signals.caught(), "after step 7")
+        print(signals.first_signal(), flush=True)
+        raise Stopped(signals.first_signal(), "after step 7")
 sys.exit(exit_code(job))
 """)
     assert (done.returncode, done.stdout) == (130, "2\n")
@@ -94,7 +94,7 @@ def job():
         send(signal.SIGHUP)
         print("to the terminal", flush=True)
         print("to the terminal", file=sys.stderr)
-        raise Stopped(signals.caught(), "after step 7")
+        raise Stopped(signals.first_signal(), "after step 7")
 sys.exit(exit_code(job))
 """
     done = run(program)  # its output goes to pipes, which end with the terminal as `tee` does
@@ -147,7 +147,7 @@ sys.exit(exit_code(job))
 def test_a_signal_of_an_earlier_command_does_not_end_a_later_one_and_without_the_main_thread_nothing_changes():
     done = run("""
 exit_code(lambda: send(signal.SIGTERM))
-assert signals.caught() == 0
+assert signals.first_signal() == 0
 assert exit_code(lambda: time.sleep(1)) == 0
 before = signal.getsignal(signal.SIGTERM)
 seen = []
