@@ -25,7 +25,7 @@ from llmdistill.config.data import LIMITS
 from llmdistill.data.instruct import Limits
 from llmdistill.data.memory import has_columns
 from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
-from llmdistill.data.whole_text import TextSet
+from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError, check_name
 from llmdistill.models.families import is_causal
@@ -367,7 +367,7 @@ def evaluate(
         answering = Limits.of(limited, [own])
         encode_sets(examples, own, generation, answering)
     size, length, window = generation.batch_size, limits.get("max_length", limited.max_length), generation.window
-    read = {name: TextSet(text).read() for name, text in texts.items()}  # what is missing is told before the loading
+    read = {name: WholeText(text).read() for name, text in texts.items()}  # what is missing is told before the loading
     cut: dict[str, Any] = {"stride": generation.stride, "limit": generation.limit, "shorten": window is None}
     scores = {}
     with evaluating(model, head="lm_head") as loaded, World.alone().entered():

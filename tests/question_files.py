@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from llmdistill.data.windows import EncodedWindow, encode_in_pieces
+from llmdistill.data.questions import EncodedWindow, encode_in_pieces
 
 
 def encode_windows(*given: Any, learned: bool) -> list[EncodedWindow]:

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser
 from llmdistill.config.command_line import build, parse
 from llmdistill.config.generation import GenerationConfig, add_limits
 from llmdistill.data.sources import kind_of
-from llmdistill.data.whole_text import TextSet
+from llmdistill.data.whole_text import WholeText
 from llmdistill.errors import UserError
 from llmdistill.files import check_writable, file_name
 from llmdistill.messages import print_result, say
@@ -98,7 +98,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
         print_scores(result)
 
 
-def chosen_sets(parsed: Any) -> dict[str, str | TextSet]:
+def chosen_sets(parsed: Any) -> dict[str, str | WholeText]:
     """Return {name: reference of instructions, or text} of the sets in --suite and --data.
 
     The name of a set of --data is its file's name without the extension. Raises UserError if there is no set, or two
@@ -117,7 +117,7 @@ def chosen_sets(parsed: Any) -> dict[str, str | TextSet]:
     if repeated:
         raise UserError(f"--data and --suite both have a set called {repeated[0]}; leave one out or rename the file")
     kinds = {name: parsed.kind or kind_of(path) for name, path in files.items()}
-    return {**suite, **{name: TextSet(path) if kinds[name] == "text" else path for name, path in files.items()}}
+    return {**suite, **{name: WholeText(path) if kinds[name] == "text" else path for name, path in files.items()}}
 
 
 def default_output(model: str, decoding: str) -> Path:

@@ -1,9 +1,9 @@
 """From files to batches.
 
-Instructions pass through `references` (which files), `sources` and `readers` (rows), `rows` and `messages` (examples),
-`prompts` and `chats` (texts), `instruct` (tokens), `stored_examples` or `stream`, `sampler` (which examples a step has)
-and `collate` (a batch).
+Instructions pass through `references` (which files), `sources` and `readers` (rows), `chat_messages` and `rows`
+(examples), `prompts` and `chats` (texts), `instruct` (tokens), `stored_examples` or `stream`, `sampler` (which examples
+a step has) and `collate` (a batch).
 
 Plain text passes through `corpus` (tokens), `layouts` (sequences), `masking` and `text` (a batch). Tasks begin with
-`sentences`, `pairs`, `windows` or `targets`. `store` writes and maps all tokens on disk.
+`pairs`, `questions` or `targets`. `store` writes and maps all tokens on disk.
 """

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.examples import Example
-from llmdistill.data.messages import Turn
 from llmdistill.errors import UserError
 from llmdistill.messages import logger
 from llmdistill.models.chat_templates import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmdistill.data.messages import Messages, Turn
+from llmdistill.data.chat_messages import Messages, Turn
 from llmdistill.errors import UserError
 
 

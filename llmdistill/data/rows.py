@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmdistill.data.examples import Example
-from llmdistill.data.messages import (
+from llmdistill.data.chat_messages import (
     MEDIA,
     Messages,
     Turn,
@@ -22,6 +21,7 @@ from llmdistill.data.messages import (
     is_list,
     parse_messages,
 )
+from llmdistill.data.examples import Example
 from llmdistill.errors import UserError
 
 _ASKS = {

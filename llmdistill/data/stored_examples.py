@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.collate import Encoded
 from llmdistill.data.examples import Example, all_empty, no_answer
 from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode, none_left
-from llmdistill.data.messages import Turn
 from llmdistill.data.prompts import PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, render_prompt
 from llmdistill.data.readers import READERS, content_sha256
 from llmdistill.data.references import local_files

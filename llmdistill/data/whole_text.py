@@ -16,7 +16,7 @@ PARAGRAPH = "\n\n"
 """The separator between the rows of a text: GPTQ's evaluation, which the SVD papers took over, joins WikiText-2 so."""
 
 
-class TextSet(NamedTuple):
+class WholeText(NamedTuple):
     """A text that models are scored on."""
 
     data: Data

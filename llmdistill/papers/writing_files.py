@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from llmdistill.config.data import TaskConfig
+from llmdistill.data.questions import QuestionExample
 from llmdistill.data.readers import READERS
 from llmdistill.data.sources import open_rows
 from llmdistill.data.targets import TargetExample
-from llmdistill.data.windows import QuestionExample
 from llmdistill.errors import UserError
 from llmdistill.tasks import squad_files, task_folder
 from llmdistill.tasks.stored import TaskFiles

@@ -17,7 +17,7 @@ from llmdistill.data.examples import Example, all_empty, no_answer
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
 from llmdistill.data.prompts import describe_prompt, resolve_prompt
 from llmdistill.data.sources import read_examples
-from llmdistill.data.whole_text import TextSet
+from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
 from llmdistill.files import write_json, write_text
 from llmdistill.generation.decode import Decoding, GenerationResult, generate_passes
@@ -149,7 +149,7 @@ def _write_predictions(path: Path, examples: Sequence[Example], passes: Mapping[
 
 def evaluate_model(
     model_path: str,
-    data: Mapping[str, str | TextSet],
+    data: Mapping[str, str | WholeText],
     settings: GenerationConfig,
     limits: Limits,
     *,
@@ -169,7 +169,7 @@ def evaluate_model(
     """
     world = World.current()
     sets = {name: read_examples(reference) for name, reference in data.items() if isinstance(reference, str)}
-    texts = {name: text for name, text in data.items() if isinstance(text, TextSet)}
+    texts = {name: text for name, text in data.items() if isinstance(text, WholeText)}
     folder = locate(model_path)
     tokenizer = load_tokenizer(folder)
     limits = replace(limits, prompt=resolve_prompt(prompt, [tokenizer]))

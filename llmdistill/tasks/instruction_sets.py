@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmdistill.config.strict import did_you_mean
-from llmdistill.data.whole_text import TextSet
+from llmdistill.data.whole_text import WholeText
 from llmdistill.errors import UserError
 
 SETS = {
@@ -24,7 +24,7 @@ TEXTS = {"wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1:test"}
 _TEXT_FILES = ("test.txt", "wiki.test.raw", "wiki.test.tokens")
 
 
-def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -> dict[str, str | TextSet]:
+def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -> dict[str, str | WholeText]:
     """Return {name: reference, or text} for sets given as `dolly,self_inst,wikitext2`.
 
     If a folder is given, sets that are not shipped with the package are read from it: from NAME.jsonl, else from the
@@ -34,7 +34,7 @@ def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -
     Raises:
         UserError: a name is not the name of a set, or the folder does not contain the set.
     """
-    references: dict[str, str | TextSet] = {}
+    references: dict[str, str | WholeText] = {}
     for name in (part.strip() for part in names.split(",")):
         if name in TEXTS:
             text: str | Path | None = TEXTS[name]
@@ -49,7 +49,7 @@ def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -
                 raise UserError(
                     f"--data_dir {folder}: it has neither {name}.txt nor {_TEXT_FILES[0]}; add one or name the file"
                 )
-            references[name] = TextSet(text, lines=True)
+            references[name] = WholeText(text, lines=True)
             continue
         if name not in SETS:
             known = [*SETS, *TEXTS, *others]

@@ -21,10 +21,20 @@ from torch.utils.data import ConcatDataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
-from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, collate_pairs, encode_pairs
+from llmdistill.data.pairs import (
+    PAIRS,
+    TRIPLE,
+    EncodedPair,
+    PairExample,
+    SentencePair,
+    collate_pairs,
+    encode_pairs,
+    read_pairs,
+    read_sentences,
+    read_triples,
+)
 from llmdistill.data.references import parts_of
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
-from llmdistill.data.sentences import TRIPLE, SentencePair, read_pairs, read_sentences, read_triples
 from llmdistill.data.sources import open_rows
 from llmdistill.data.store import Grouped, SplitWriter, in_pieces
 from llmdistill.embedded import locate, locate_data

@@ -15,8 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_
 
 from llmdistill.batch import Batch
 from llmdistill.data.collate import pad_rows
-from llmdistill.data.store import SplitWriter
-from llmdistill.data.windows import (
+from llmdistill.data.questions import (
     NO_ANSWER,
     WINDOWS,
     EncodedWindow,
@@ -24,6 +23,7 @@ from llmdistill.data.windows import (
     WindowLimits,
     encode_in_pieces,
 )
+from llmdistill.data.store import SplitWriter
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.models.families import is_causal

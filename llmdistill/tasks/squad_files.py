@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.config.data import TaskConfig
+from llmdistill.data.questions import Answer, QuestionExample
 from llmdistill.data.readers import READERS, Rows
 from llmdistill.data.sources import benchmark_rows
-from llmdistill.data.windows import Answer, QuestionExample
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.squad_metrics import LANGUAGES

@@ -15,7 +15,7 @@ from llmdistill.config import GenerationConfig, RunConfig
 from llmdistill.data.begin import begin_tokens
 from llmdistill.data.corpus import find_words
 from llmdistill.data.sources import Data, kind_of
-from llmdistill.data.whole_text import TextSet
+from llmdistill.data.whole_text import WholeText
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.families import is_causal, max_positions
@@ -176,12 +176,12 @@ def score_windows(
 
 
 def windows_of(
-    texts: Mapping[str, TextSet],
+    texts: Mapping[str, WholeText],
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
     settings: GenerationConfig,
 ) -> dict[str, Windows]:
-    """Read texts and cut them into windows, as the settings say; see `TextSet.read` and `cut_windows`."""
+    """Read texts and cut them into windows, as the settings say; see `WholeText.read` and `cut_windows`."""
     cut: dict[str, Any] = {key: getattr(settings, key) for key in ("window", "stride", "limit")}
     return {
         name: cut_windows(text.read(), tokenizer, config, name=name, data=text.data, **cut)
@@ -189,17 +189,17 @@ def windows_of(
     }
 
 
-def text_tests(tests: Mapping[str, str]) -> dict[str, TextSet]:
+def text_tests(tests: Mapping[str, str]) -> dict[str, WholeText]:
     """Return the texts among the test sets of a run: .txt files, and those named as in TEXTS, with their protocol."""
     return {
-        name: TextSet(reference, lines=name in TEXTS)
+        name: WholeText(reference, lines=name in TEXTS)
         for name, reference in tests.items()
         if name in TEXTS or kind_of(reference) == "text"
     }
 
 
-def check_texts(texts: Mapping[str, TextSet]) -> None:
-    """Read the texts in files; raise a UserError as `TextSet.read` does."""
+def check_texts(texts: Mapping[str, WholeText]) -> None:
+    """Read the texts in files; raise a UserError as `WholeText.read` does."""
     for text in texts.values():
         if kind_of(str(text.data)) == "text":
             text.read()
@@ -209,7 +209,7 @@ def check_texts(texts: Mapping[str, TextSet]) -> None:
 class TextTests:
     """The texts among the test sets of a run, which all its models read in the same windows."""
 
-    texts: Mapping[str, TextSet]
+    texts: Mapping[str, WholeText]
     settings: GenerationConfig
     models: Models
     begins: Sequence[Sequence[int]] = ()

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, FactorizeConfig
-from llmdistill.data.whole_text import TextSet
+from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import load_tokenizer
@@ -115,7 +115,7 @@ def bench_decomposition(settings: Settings, table: Table) -> None:
 def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table) -> None:
     """Time and memory of the calibration of a real model, against a forward and a backward pass of the same tokens."""
     path = locate(arguments.model)
-    count, length, text = arguments.examples, arguments.tokens, TextSet(arguments.text).read()
+    count, length, text = arguments.examples, arguments.tokens, WholeText(arguments.text).read()
     rows = count + max(1, count // 8)
     ids = torch.tensor(load_tokenizer(path)(text)["input_ids"][: rows * length])
     parts = ids.view(rows, length).split(8)

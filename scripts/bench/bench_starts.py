@@ -36,7 +36,7 @@ from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, Ge
 from llmdistill.data.instruct import Limits
 from llmdistill.data.prompts import resolve_prompt
 from llmdistill.data.sources import kind_of, read_examples
-from llmdistill.data.whole_text import TextSet
+from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
 from llmdistill.models.families import base_name
 from llmdistill.models.load import load_model
@@ -119,7 +119,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.folder, self.world = options, Path(options.output), World.alone()
-        text, self.path = TextSet(options.test).read(), locate(options.model)
+        text, self.path = WholeText(options.test).read(), locate(options.model)
         self.model: PreTrainedModel = load_model(self.path, dtype=torch.float32, device=self.world.device).eval()
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(self.path)
         self.windows = cut_windows(

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import llmdistill  # also lets sentence-transformers open the student
-from llmdistill.data.sentences import read_sentences
+from llmdistill.data.pairs import read_sentences
 from llmdistill.data.sources import examples_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError

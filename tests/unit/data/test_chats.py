@@ -28,10 +28,10 @@ from hostile import refuses
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data import chats
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.collate import collate, collate_packed
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode, encode_prompts
-from llmdistill.data.messages import Turn
 from llmdistill.data.prompts import answer_ends, end_of_turn
 from llmdistill.data.rows import parse_row
 from llmdistill.data.stored_examples import open_examples, store_examples

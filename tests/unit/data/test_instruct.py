@@ -2,9 +2,9 @@ import pytest
 from hostile import refuses
 from transformers import PreTrainedTokenizerFast
 
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode, encode_prompts
-from llmdistill.data.messages import Turn
 from llmdistill.data.prompts import render_prompt
 from llmdistill.data.sources import read_examples
 

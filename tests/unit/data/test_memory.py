@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 from hostile import refuses
 
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.examples import Example
 from llmdistill.data.memory import rows_in_memory
-from llmdistill.data.messages import Turn
 from llmdistill.data.sources import examples_of, kind_of, read_examples, write_rows
 
 ROWS = [

@@ -8,9 +8,9 @@ import copy
 import pytest
 from byte_tokenizers import byte_level
 
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
-from llmdistill.data.messages import Turn
 from llmdistill.data.prompts import (
     answer_ends,
     end_of_turn,

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from hostile import refuses
 
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.examples import Example
-from llmdistill.data.messages import Turn
 from llmdistill.data.rows import LeftOut, describe_left_out, parse_row, parse_rows
 from llmdistill.data.sources import read_examples
 from llmdistill.generation.response_rows import answered_row

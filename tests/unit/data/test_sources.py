@@ -8,14 +8,14 @@ import datasets
 import pytest
 from hostile import refuses
 
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.corpus import store_corpus
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits
-from llmdistill.data.messages import Turn
 from llmdistill.data.references import Part, data_fingerprint, parts_of, text_files
 from llmdistill.data.sources import check_rows, kind_of, open_rows, read_examples
 from llmdistill.data.stored_examples import store_examples
-from llmdistill.data.whole_text import TextSet
+from llmdistill.data.whole_text import WholeText
 
 ROW = {"instruction": "Add.", "input": "1 2", "output": "3"}
 ROWS = [ROW, {"instruction": "Greet.", "input": "", "output": "Hi."}]
@@ -201,7 +201,7 @@ class TestSeveralFiles:
         both = f"{tmp_path}/b.txt,{tmp_path}/a.txt"
         assert kind_of(both) == "text"
         assert text_files(both) == [tmp_path / "b.txt", tmp_path / "a.txt"]
-        assert TextSet(both).read() == "b b\n\n\na a\n"
+        assert WholeText(both).read() == "b b\n\n\na a\n"
         meta = json.loads((store_corpus(both, word_tokenizer(), cache_dir=tmp_path) / "meta.json").read_text())
         assert (meta["documents"], meta["segments"]) == (2, 2)
         refuses("of several texts each is a file or a folder", text_files, f"{both},o/n")
@@ -233,7 +233,7 @@ class TestWhatIsNoSetOfRows:
         refuses("a plain text is read with --data.kind text", read_examples, tmp_path / "b.TXT")
 
     @pytest.mark.parametrize("text", ["One line.\nAnother, longer line.", "word " * 100, "a/" * 2000 + "word " * 100])
-    @pytest.mark.parametrize("read", [read_examples, text_files, lambda text: TextSet(text).read(), check_rows])
+    @pytest.mark.parametrize("read", [read_examples, text_files, lambda text: WholeText(text).read(), check_rows])
     def test_a_text_in_place_of_its_name(self, read, text):
         refuses("...: this is a text, not the name of a data set; give a list of texts", read, text)
 

@@ -4,9 +4,9 @@ import pytest
 from byte_tokenizers import byte_level
 from chat_templates import TEMPLATES, chatting
 
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
-from llmdistill.data.messages import Turn
 from llmdistill.data.prompts import answer_ends
 from llmdistill.data.rows import parse_row
 from llmdistill.generation.response_rows import final_answers, learnable_row, without_answers

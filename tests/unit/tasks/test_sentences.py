@@ -14,9 +14,16 @@ from transformers import BertConfig, BertModel, LlamaConfig
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import changed
-from llmdistill.data.pairs import PairExample, collate_pairs, encode_pairs
+from llmdistill.data.pairs import (
+    PairExample,
+    SentencePair,
+    collate_pairs,
+    encode_pairs,
+    read_pairs,
+    read_sentences,
+    read_triples,
+)
 from llmdistill.data.sampler import Share
-from llmdistill.data.sentences import SentencePair, read_pairs, read_sentences, read_triples
 from llmdistill.methods import METHODS, build_method
 from llmdistill.models.sentences import dense_of, save_dense
 from llmdistill.models.tokenizer import load_tokenizer

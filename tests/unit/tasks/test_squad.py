@@ -8,7 +8,7 @@ from word_models import word_tokenizer
 
 from llmdistill.batch import Outputs, Taps
 from llmdistill.data.pairs import collate_pairs
-from llmdistill.data.windows import EncodedWindow, QuestionExample, WindowLimits
+from llmdistill.data.questions import EncodedWindow, QuestionExample, WindowLimits
 from llmdistill.tasks.squad import best_spans, predict_spans
 
 COLLATE = partial(collate_pairs, pad_token_id=0)

@@ -5,7 +5,7 @@ from hostile import refuses
 from question_files import rows, write_file, write_tasks
 
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
-from llmdistill.data.windows import Answer
+from llmdistill.data.questions import Answer
 from llmdistill.tasks import make_task
 from llmdistill.tasks.squad_files import read_files
 

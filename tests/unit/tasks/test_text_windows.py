@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BertConfig
 
 from llmdistill.commands.evaluate import main
 from llmdistill.config import DataConfig, RunConfig
-from llmdistill.data.whole_text import TextSet
+from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
 from llmdistill.losses import head
 from llmdistill.models.load import load_model
@@ -147,10 +147,10 @@ def test_a_forward_pass_reads_so_many_windows_and_tokens(model, tokenizer, monke
 def test_the_lines_of_wikitext_are_rows_as_on_the_hub(tmp_path):
     rows = ["", " = Robert = \n", "", " He was .\n", " More .\n"]
     (tmp_path / "test.txt").write_text("".join(row or " \n" for row in rows), encoding="utf-8")
-    joined = TextSet(tmp_path / "test.txt", lines=True).read()
-    assert joined == "\n\n".join(rows) == TextSet(rows).read() == TextSet([{"text": row} for row in rows]).read()
+    joined = WholeText(tmp_path / "test.txt", lines=True).read()
+    assert joined == "\n\n".join(rows) == WholeText(rows).read() == WholeText([{"text": row} for row in rows]).read()
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    assert TextSet(tmp_path / "rows.jsonl").read() == joined
+    assert WholeText(tmp_path / "rows.jsonl").read() == joined
 
 
 class TestTheCommand:

@@ -6,10 +6,10 @@ from byte_tokenizers import byte_level, sentencepiece_like
 from tiny import tiny_model
 
 from llmdistill.batch import IGNORE_INDEX, Batch, OtherTokens
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode, parts_before
-from llmdistill.data.messages import Turn
 from llmdistill.data.token_bytes import TokenBytes
 from llmdistill.methods.kd import KdConfig, build_kd
 from llmdistill.step.tapped import tapped

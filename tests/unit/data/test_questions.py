@@ -6,7 +6,7 @@ from word_models import word_tokenizer
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.pairs import collate_pairs
-from llmdistill.data.windows import NO_ANSWER, Answer, QuestionExample, WindowLimits
+from llmdistill.data.questions import NO_ANSWER, Answer, QuestionExample, WindowLimits
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "who", "what", *(f"w{n}" for n in range(40))]
 LIMITS = WindowLimits(max_length=12, stride=3, max_question_length=4)
