@@ -19,7 +19,11 @@ Tap = tuple[Aspect, int]
 
 @dataclass(frozen=True)
 class LayerTerm:
-    """A loss term on one pair of layers. Terms with the same name are added."""
+    """A loss term on inner tensors of one pair of layers; terms with the same name are added.
+
+    It is computed in the middle of the student's forward pass, as soon as its last tap is there, and its gradient
+    enters the graph at these taps.
+    """
 
     name: str
     student: frozenset[Tap]
@@ -29,10 +33,24 @@ class LayerTerm:
     loss: Callable[[Taps, Taps, Tensor], LossSum]
     """Function of the student's taps, the teacher's taps, and the attention mask (B, T)."""
 
+    @property
+    def positions(self) -> Positions:
+        """See `step.method.Term`: all real tokens."""
+        return "tokens"
+
+    @property
+    def needs_teacher(self) -> bool:
+        """See `step.method.Term`."""
+        return True
+
 
 @dataclass(frozen=True)
 class TokenTerm:
-    """A loss term on tokens."""
+    """A loss term on the output: the models' distributions over the next or the masked token.
+
+    It is computed in place of the LM head's product, where the logits of a few rows at a time are in memory. All of a
+    method's token terms share these logits and give one gradient, so a term says what to compute and is no function.
+    """
 
     name: str
     divergence: Divergence | None
@@ -49,15 +67,28 @@ class TokenTerm:
     spans: Literal["alm", "uld"] = "alm"
     """How a divergence compares a span that teacher and student cut into other tokens; see `losses.other_tokens`."""
 
+    @property
+    def needs_teacher(self) -> bool:
+        """See `step.method.Term`."""
+        return self.divergence is not None
+
 
 @dataclass(frozen=True)
 class SequenceTerm:
-    """A loss term on whole sequences."""
+    """A loss term on the output for whole sequences: classes, scores, spans or embeddings.
+
+    It is computed after the student's forward pass, from small tensors, by autograd.
+    """
 
     name: str
     needs_teacher: bool
     loss: Callable[[Outputs, Outputs | None, Batch], LossSum]
     """Function of the student's outputs, the teacher's outputs (None if the term needs no teacher), and the batch."""
+
+    @property
+    def positions(self) -> Positions:
+        """See `step.method.Term`: the sequences that have a target."""
+        return "sequences"
 
 
 @dataclass(frozen=True, kw_only=True)

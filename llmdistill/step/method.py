@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from llmdistill import losses
 from llmdistill.batch import Aspect, Batch, Mapped, Outputs, Positions, TapRequest
@@ -15,6 +15,29 @@ from llmdistill.objective import Pooling
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Term(Protocol):
+    """One term of a loss: a sum over positions, which the trainer divides by their number in the global batch.
+
+    There are three kinds, by the place where their inputs appear: a `LayerTerm` at taps of inner layers, a `TokenTerm`
+    at the LM head, and a `SequenceTerm` at the output for whole sequences.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of its weight, and of its column in the log."""
+        ...
+
+    @property
+    def positions(self) -> Positions:
+        """The kind of positions that it sums over."""
+        ...
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether it compares the student with the teacher."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,16 +74,18 @@ class Method(Terms):
 
     def __post_init__(self) -> None:
         """Check that the weights and the terms have the same names."""
-        terms: list[LayerTerm | losses.TokenTerm | SequenceTerm]
-        terms = [*self.layer_terms, *self.token_terms, *self.sequence_terms]
-        assert {term.name for term in terms} == self.weights.keys(), "terms and weights differ"
+        assert {term.name for term in self.terms} == self.weights.keys(), "terms and weights differ"
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The terms of all kinds."""
+        return *self.layer_terms, *self.token_terms, *self.sequence_terms
 
     @cached_property
     def positions(self) -> Mapping[str, Positions]:
         """The kind of positions that each term sums over. Its global count is known before the first backward pass."""
-        positions_of: dict[str, Positions] = {term.name: term.positions for term in self.token_terms}
-        positions_of |= {term.name: "sequences" for term in self.sequence_terms}
-        return {name: positions_of.get(name, "tokens") for name in self.weights}
+        positions = {term.name: term.positions for term in self.terms}
+        return {name: positions[name] for name in self.weights}
 
     @cached_property
     def student_taps(self) -> TapRequest:
@@ -75,13 +100,12 @@ class Method(Terms):
     @cached_property
     def needs_teacher(self) -> bool:
         """Whether any term uses the teacher."""
-        on_sequences = any(term.needs_teacher for term in self.sequence_terms)
-        return bool(self.layer_terms) or bool(self.teacher_positions) or on_sequences
+        return any(term.needs_teacher for term in self.terms)
 
     @cached_property
     def teacher_positions(self) -> tuple[Positions, ...]:
         """The kinds of positions at which terms use the teacher's logits for tokens; empty if none does."""
-        return tuple(dict.fromkeys(term.positions for term in self.token_terms if term.divergence is not None))
+        return tuple(dict.fromkeys(term.positions for term in self.token_terms if term.needs_teacher))
 
     def bind_terms(
         self, teacher: Outputs | None, batch: Batch, divisors: Mapping[Positions, Tensor] | None = None
@@ -92,30 +116,27 @@ class Method(Terms):
         over each kind of position; by default the sums are not divided.
         """
         assert teacher is not None or not self.needs_teacher, "only the labels' terms need no teacher"
+        token_terms: list[losses.TokenTerm] = []
+        for term in self.token_terms:
+            if term.divergence is None and batch.own_answers:
+                continue  # tokens that the student generated itself are no labels
+            if term.divergence is not None and term.divergence.of_labels and not batch.own_answers:
+                # The data's answers are no samples of the student, so the reverse KL must sum over the vocabulary.
+                term = replace(term, divergence=losses.REVERSE_KL)
+            token_terms.append(term)
+        factors: dict[str, float | Tensor] = {**self.weights}
+        if divisors is not None:
+            for name, weight in self.weights.items():
+                divisor = divisors[self.positions[name]].float()
+                # A plain `weight / divisor` would multiply by the reciprocal, which rounds twice.
+                factors[name] = divisor.new_full((), weight) / divisor
         return BoundTerms(
             layer_terms=self.layer_terms,
-            token_terms=[
-                adapted
-                for term in self.token_terms
-                if (adapted := _adapt_to_answers(term, batch.own_answers)) is not None
-            ],
+            token_terms=token_terms,
             sequence_terms=self.sequence_terms,
             teacher=teacher,
-            factors={
-                name: weight if divisors is None else _divide(weight, divisors[self.positions[name]])
-                for name, weight in self.weights.items()
-            },
+            factors=factors,
         )
-
-
-def _adapt_to_answers(term: losses.TokenTerm, own: bool) -> losses.TokenTerm | None:
-    """Return the term for answers that the student wrote (`own`) or the data hold; None if it has no meaning there."""
-    if term.divergence is None:
-        return None if own else term  # tokens that the student generated itself are no labels
-    # The data's answers are no samples of the student, so the reverse KL must sum over all tokens of the vocabulary.
-    if term.divergence.of_labels and not own:
-        return replace(term, divergence=losses.REVERSE_KL)
-    return term
 
 
 def combine(methods: Mapping[str, Method]) -> Method:
@@ -136,12 +157,6 @@ def combine(methods: Mapping[str, Method]) -> Method:
     (shift,) = {method.shift for method in methods.values()}
     pooling = next((method.pooling for method in methods.values() if method.pooling is not None), None)
     return Method(**vars(terms), shift=shift, projections=projections, pooling=pooling)
-
-
-def _divide(weight: float, divisor: Tensor) -> Tensor:
-    """Divide in fp32. A plain `weight / divisor` would multiply by the reciprocal, which rounds twice."""
-    divisor = divisor.float()
-    return divisor.new_full((), weight) / divisor
 
 
 def _collect_request(taps: Iterable[Tap]) -> dict[Aspect, frozenset[int]]:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_model
 
+from llmdistill import DistillationLoss
 from llmdistill.config import StudentConfig, TeacherConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import FieldError, UserError
@@ -94,6 +96,36 @@ def test_a_method_of_ones_own_in_a_run():
     for row in history:
         assert row["loss"] == pytest.approx(2 * row["last"] + row["label"], rel=1e-4)
     assert history[-1]["last"] < history[0]["last"]
+
+
+def test_a_term_of_ones_own_is_plain_torch_on_the_taps():
+    import mine
+
+    teacher, student = (tiny_model("llama", scale=scale) for scale in (3.0, 2.0))
+    ids = torch.arange(2, 26).view(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    outputs = []
+    handles = [
+        m.model.layers[-1].register_forward_hook(lambda *call: outputs.append(call[-1])) for m in (teacher, student)
+    ]
+    logits = [model(ids, attention_mask=mask).logits for model in (teacher, student)][1]
+    for handle in handles:
+        handle.remove()
+    gap = (outputs[1] - outputs[0].detach()).square().mean(-1)[mask == 1].mean()
+    label = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    weight = student.model.embed_tokens.weight
+    (expected,) = torch.autograd.grad(3 * gap + label, weight)
+
+    loss = DistillationLoss(teacher, student, "last", hidden=3.0)
+    result = loss(batch)
+    loss.remove()
+    torch.testing.assert_close(result.terms["last"], gap.detach())
+    torch.testing.assert_close(result.loss.detach(), (3 * gap + label).detach())
+    torch.testing.assert_close(torch.autograd.grad(result.loss, weight)[0], expected, rtol=0, atol=1e-5)
+    assert mine.last_term(1, 1).student == {("hidden", 1)}
 
 
 def test_a_divergence_of_ones_own_is_chosen_by_its_name():
