@@ -34,7 +34,7 @@ from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.runtime.distributed import World, init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
 from llmdistill.serving.export import export as export_student
-from llmdistill.students.convert import compress_model
+from llmdistill.students.convert import compress_in_place, compress_model
 from llmdistill.students.search import needs_search, search
 from llmdistill.students.sizes import check_settings, summarize
 from llmdistill.students.start.weighted import check_calibration_data
@@ -133,7 +133,11 @@ def compress(
         if chosen.weighting != "none" and data is not None:
             words = tokenizer_of(model, tokenizer)
             weighted = measure_weights_on(data, teacher, words, chosen, method, limits, on, origin)
-        student = compress_model(teacher, chosen, method, device=on, in_place=named, weighted=weighted, lost=lost)
+        student = teacher
+        if named:
+            compress_in_place(student, chosen, method, device=on, weighted=weighted, lost=lost)
+        else:
+            student = compress_model(teacher, chosen, method, device=on, weighted=weighted, lost=lost)
         if folder is not None:
             save_compressed(student, tokenizer, folder, model, source, chosen, method, Path(str(output)).name)
     return student

@@ -11,7 +11,7 @@ FactorizeMethod = Literal["svd", "kronecker"]
 """Kinds of factorization."""
 Allocation = Literal["uniform", "loss"]
 """Ways to spend a number of parameters on the ranks."""
-Form = Literal["plain", "pivoted"]
+FactorForm = Literal["plain", "pivoted"]
 """Ways to store a product of a low rank."""
 
 _OTHER_SIZES = replaces(*(f"student.factorize.{name}" for name in ("rank", "ranks", "target_params", "shapes")))
@@ -79,7 +79,7 @@ class FactorizeConfig:
     )
     """svd: the position of the singular values: left puts them into A = UΣ (the paper's choice), balanced puts √Σ on
     both sides (kronecker always does this)."""
-    form: Form = field(default="plain", metadata=replaces("student.factorize.sigma", by=("pivoted",)))
+    form: FactorForm = field(default="plain", metadata=replaces("student.factorize.sigma", by=("pivoted",)))
     """svd: how a product of rank r is stored. plain: as two factors of r (m + n) numbers for an (m, n) matrix; pivoted:
     r of the outputs are computed directly and the others from them, which takes r (m + n - r) numbers, so that
     target_params buys higher ranks."""

@@ -8,6 +8,7 @@ safetensors file and sharded before the next one is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,26 +27,42 @@ from llmdistill.models.load import Head, build_meta, check_files, config_with_he
 from llmdistill.models.sentences import load_dense
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How ZeRO-3 shards a model."""
+
+    ds_config: dict[str, Any]
+    """The DeepSpeed configuration of the engine that will hold the model, at ZeRO stage 3."""
+    group: Any = None
+    """The process group, of several ranks; None: all ranks."""
+
+    def shard(self, parameter: nn.Parameter) -> None:
+        """Keep only this rank's share of a parameter."""
+        import deepspeed
+
+        holder = nn.Module()
+        holder.parameter = parameter
+        deepspeed.zero.Init(module=holder, config_dict_or_path=self.ds_config, data_parallel_group=self.group)
+
+
 def load_sharded(
     path: str | Path,
     *,
-    ds_config: dict[str, Any],
+    sharding: Sharding,
     dtype: torch.dtype,
     head: Head = "lm_head",
     new_head: bool = False,
     num_classes: int | None = None,
-    group: Any = None,
 ) -> PreTrainedModel:
-    """Load a model in evaluation mode, sharded over the ranks of a group; every rank must call this function.
+    """Load a model in evaluation mode, sharded over the ranks of a group, each of which must call this function.
 
     Args:
         path: a folder or a name on the hub, not an adapter.
-        ds_config: the DeepSpeed configuration of the engine that will hold the model, at ZeRO stage 3.
+        sharding: the ranks, and the configuration of their engine.
         dtype: dtype of the weights.
         head: the head of the model.
         new_head: whether a head that the weights lack is initialized at random (from torch's generator).
         num_classes: outputs of a new classifier; None takes the config's.
-        group: the process group, of several ranks; None: all ranks.
 
     A checkpoint whose names or shapes differ from those of the model, as in old ones, is left to transformers, which
     converts it or says what does not fit, and shards it over all ranks.
@@ -54,7 +71,8 @@ def load_sharded(
         UserError: as in `load_model`.
     """
     folder = downloaded(path)
-    check_files(folder, slice(dist.get_rank(group), None, dist.get_world_size(group)))  # the ranks share the reading
+    ranks = sharding.group
+    check_files(folder, slice(dist.get_rank(ranks), None, dist.get_world_size(ranks)))  # which share the reading
     config = config_with_head(path, head, num_classes)
     config.dtype = dtype
     model = build_meta(config, head)
@@ -62,7 +80,13 @@ def load_sharded(
     parameters: dict[nn.Parameter, list[str]] = {}  # with all their names: a tied parameter has several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameters.setdefault(parameter, []).append(name)
-    saved = _open_tensors(folder)
+    saved: dict[str, _SavedTensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.name != WEIGHTS_FILE:
+            with safe_open(file, framework="pt") as tensors_of_file:
+                for key in tensors_of_file.keys():  # noqa: SIM118 (not a dict)
+                    shape = tuple(tensors_of_file.get_slice(key).get_shape())
+                    saved[key] = shape, partial(_read_tensor, file, key)
     tensors = [_find_saved(model, names, saved) for names in parameters.values()]
     missing = [names[0] for tensor, names in zip(tensors, parameters.values(), strict=True) if tensor is None]
     misfits = any(
@@ -72,7 +96,8 @@ def load_sharded(
     if not saved or misfits or (missing and not (may_miss and all(is_head(model, name) for name in missing))):
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-        alive = HfDeepSpeedConfig(ds_config)  # transformers, which keeps a weak reference to it, shards what it loads
+        # transformers, which keeps a weak reference to it, shards what it loads.
+        alive = HfDeepSpeedConfig(sharding.ds_config)
         try:  # load_model says what is missing or does not fit
             return load_model(path, dtype=dtype, head=head, new_head=new_head, num_classes=num_classes)
         finally:
@@ -89,10 +114,10 @@ def load_sharded(
         if tensor is None:
             new.append(parameter)
         else:
-            _shard(parameter, ds_config, group)
+            sharding.shard(parameter)
     _initialize(model, saved)
     for parameter in new:
-        _shard(parameter, ds_config, group)
+        sharding.shard(parameter)
     take_generation_settings(model, folder)
     model.name_or_path = str(path)
     if head == "embedding":
@@ -102,17 +127,6 @@ def load_sharded(
 
 _SavedTensor = tuple[tuple[int, ...], Callable[[], Tensor]]
 """The shape of a saved tensor, and what reads it."""
-
-
-def _open_tensors(folder: Path) -> dict[str, _SavedTensor]:
-    """Return the tensors in a folder's safetensors files, by their names there; none without such files."""
-    readers: dict[str, _SavedTensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.name != WEIGHTS_FILE:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a dict)
-                    readers[key] = tuple(file.get_slice(key).get_shape()), partial(_read_tensor, path, key)
-    return readers
 
 
 def _read_tensor(path: Path, key: str) -> Tensor:
@@ -127,15 +141,6 @@ def _find_saved(model: PreTrainedModel, names: Sequence[str], saved: Mapping[str
     prefix = f"{model.base_model_prefix}."
     keys = (key for name in names for key in (name, name.removeprefix(prefix), prefix + name))
     return next((saved[key] for key in keys if key in saved), None)
-
-
-def _shard(parameter: nn.Parameter, ds_config: dict[str, Any], group: Any) -> None:
-    """Keep only this rank's share of a parameter."""
-    import deepspeed
-
-    holder = nn.Module()
-    holder.parameter = parameter
-    deepspeed.zero.Init(module=holder, config_dict_or_path=ds_config, data_parallel_group=group)
 
 
 def _initialize(model: PreTrainedModel, saved: Mapping[str, _SavedTensor]) -> None:

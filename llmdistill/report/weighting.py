@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from llmdistill.artifacts import read_record
-from llmdistill.config.student import Form
+from llmdistill.config.student import FactorForm
 from llmdistill.report.panels import panel_grid
 from llmdistill.report.plots import INK, STYLE, WIDTH, Drawing, new_figure
 from llmdistill.students.svd import factor_params
@@ -38,7 +38,7 @@ class Matrix(NamedTuple):
     """Outputs and inputs; None if it was not decomposed."""
     rank: int | None
     """None for a matrix that stays dense."""
-    form: Form
+    form: FactorForm
     losses: list[tuple[int, float]]
     """Pairs of a rank and the predicted loss of cutting this matrix alone to it."""
 

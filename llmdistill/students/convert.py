@@ -121,36 +121,59 @@ def compress_model(
     method: str = "svd",
     *,
     device: torch.device | None = None,
-    in_place: bool = False,
     weighted: Weighted | None = None,
     lost: MutableMapping[str, Squares] | None = None,
 ) -> PreTrainedModel:
-    """A factorized copy of a loaded model with any head, or with `in_place` the model itself, factorized.
+    """Return a factorized copy of a loaded model with any head; see `compress_in_place`."""
+    factorization = choose_sizes(model, settings, method, device=device, weighted=weighted)
+    # The copy shares the weights that will be replaced.
+    weights = [weight_of(model.base_model, base_name(model, name)) for name in factorization.sizes]
+    student = copy.deepcopy(model, {id(weight): weight for weight in weights})
+    factorize(student, factorization, sigma=settings.sigma, device=device, weighted=weighted, lost=lost)
+    return student.train(model.training)
+
+
+def compress_in_place(
+    model: PreTrainedModel,
+    settings: FactorizeConfig,
+    method: str = "svd",
+    *,
+    device: torch.device | None = None,
+    weighted: Weighted | None = None,
+    lost: MutableMapping[str, Squares] | None = None,
+) -> None:
+    """Factorize a loaded model with any head, in place.
 
     `weighted` is the result of `weigh` with the same settings, if these ask for a weighting, and `lost` is filled as
     `factorize` does. For a target of kronecker `search` chooses the sizes. Raises UserError if the settings contradict
     each other or do not fit the model, or if the model is already factorized.
     """
-    if needs_search(settings, method):
-        settings = search(model, settings, device=device)[0].settings
-    factorization = _planned(model.config, settings, method, weighted)
-    student = model
-    if not in_place:  # the copy shares the weights that will be replaced
-        names = [base_name(model, name) for name in factorization.sizes]
-        weights = [weight_of(model.base_model, name) for name in names]
-        student = copy.deepcopy(model, {id(weight): weight for weight in weights})
-    factorize(student, factorization, sigma=settings.sigma, device=device, weighted=weighted, lost=lost)
-    return student.train(model.training)
+    factorization = choose_sizes(model, settings, method, device=device, weighted=weighted)
+    factorize(model, factorization, sigma=settings.sigma, device=device, weighted=weighted, lost=lost)
+    model.train(model.training)  # the new modules too
 
 
-def _planned(
-    config: PreTrainedConfig, settings: FactorizeConfig, method: str, weighted: Weighted | None
+def choose_sizes(
+    model: PreTrainedModel,
+    settings: FactorizeConfig,
+    method: str,
+    *,
+    device: torch.device | None = None,
+    weighted: Weighted | None = None,
 ) -> Factorization:
-    """The sizes of the matrices.
+    """Choose the sizes of a model's matrices; for a target of kronecker `search` reads the weights.
 
     Raises:
         UserError: the settings do not fit the model, or ask for a weighting that was not measured.
     """
+    if needs_search(settings, method):
+        settings = search(model, settings, device=device)[0].settings
+    return _plan_sizes(model.config, settings, method, weighted)
+
+
+def _plan_sizes(
+    config: PreTrainedConfig, settings: FactorizeConfig, method: str, weighted: Weighted | None
+) -> Factorization:
     reference = build_reference(config)
     if settings.weighting != "none":
         check_settings(settings, method)
@@ -182,11 +205,11 @@ def compress(
     unreadable folders and an output folder that is not empty, before the weights are read, and for a target of
     kronecker, whose settings `search` finds.
     """
-    summary = summarize(model_dir, settings, method, _planned(load_config(model_dir), settings, method, weighted))
+    summary = summarize(model_dir, settings, method, _plan_sizes(load_config(model_dir), settings, method, weighted))
     with new_proven_folder(output_dir) as folder:
         model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")
-        student = compress_model(model, settings, method, device=device, in_place=True, weighted=weighted)
-        save_model(student, folder, model_dir)
+        compress_in_place(model, settings, method, device=device, weighted=weighted)
+        save_model(model, folder, model_dir)
     return summary
 
 

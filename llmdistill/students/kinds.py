@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from llmdistill.config.student import Form
+from llmdistill.config.student import FactorForm
 from llmdistill.models.student_form import is_size
 from llmdistill.students.experts import LowRankStack
 from llmdistill.students.kronecker import KroneckerShape, nearest_kronecker
@@ -128,6 +128,6 @@ KINDS: dict[str, FactorizationKind] = {
 """The kinds by the `method` of a student's config.json: that of its settings, or pivoted for svd in this form."""
 
 
-def kind_name(method: str, form: Form) -> str:
+def kind_name(method: str, form: FactorForm) -> str:
     """The name of the kind that settings ask for."""
     return method if form == "plain" else form

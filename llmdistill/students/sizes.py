@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.student import Form, StudentConfig
+from llmdistill.config.student import FactorForm, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import cast_parameters
 from llmdistill.models.configs import load_config
@@ -296,7 +296,7 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
     return ranks
 
 
-def _check_rank(key: str, module: str, rank: int, shape: Shape, form: Form = "plain") -> None:
+def _check_rank(key: str, module: str, rank: int, shape: Shape, form: FactorForm = "plain") -> None:
     m, n = shape
     largest = min(n, m) if form == "plain" else largest_rank(m, n, form)
     if not 1 <= rank <= largest:

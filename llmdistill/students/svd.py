@@ -21,7 +21,7 @@ from scipy.linalg import qr
 from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
 
-from llmdistill.config.student import Form
+from llmdistill.config.student import FactorForm
 
 FULL_SVD_SIDE = 512
 """A matrix whose smaller side is at most this uses the full SVD in fp64, which is fast enough at this size."""
@@ -173,14 +173,14 @@ def _leading_vectors(gram: Tensor, rank: int) -> Tensor:
     return determined(vectors, values, vectors.mT.clone(), rank)[0]
 
 
-def factor_params(m: int, n: int, rank: int, form: Form = "plain") -> int:
+def factor_params(m: int, n: int, rank: int, form: FactorForm = "plain") -> int:
     """Return the number of parameters of an (m, n) matrix of a rank, which stays dense if that is not more."""
     if rank > largest_rank(m, n, form):
         return m * n
     return rank * (m + n) if form == "plain" else rank * (m + n - rank)
 
 
-def largest_rank(m: int, n: int, form: Form = "plain") -> int:
+def largest_rank(m: int, n: int, form: FactorForm = "plain") -> int:
     """Return the largest rank whose factors have fewer numbers than the (m, n) matrix; 0 if there is none."""
     return (m * n - 1) // (m + n) if form == "plain" else min(m, n) - 1
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.models.load import Head, load_model
 from llmdistill.models.sharded import keep_gathered
-from llmdistill.models.sharded_load import load_sharded
+from llmdistill.models.sharded_load import Sharding, load_sharded
 from llmdistill.runtime.distributed import World, node_group, node_ranks
 from llmdistill.runtime.ds_config import NO_TIMERS
 from llmdistill.step.heads import lm_head_parameters
@@ -61,7 +61,7 @@ def load_teacher(
         **NO_TIMERS,
     }
     group = node_group() if len(ranks) < world.size else None
-    model = load_sharded(path, ds_config=ds_config, dtype=dtype, head=head, group=group)
+    model = load_sharded(path, sharding=Sharding(ds_config, group), dtype=dtype, head=head)
     model.eval().requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=ds_config)
     engine.eval()

@@ -22,7 +22,7 @@ from llmdistill.models.adapters import is_adapter
 from llmdistill.models.forms import adapt
 from llmdistill.models.load import load_model
 from llmdistill.models.sentences import has_dense
-from llmdistill.models.sharded_load import load_sharded
+from llmdistill.models.sharded_load import Sharding, load_sharded
 from llmdistill.runtime.distributed import World, exists_on_main, on_every, on_main, wait_until_visible
 from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.engine import Template, add_projectors, build_engine, save_student
@@ -98,7 +98,7 @@ def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = 
     """
     load = load_model
     if shard and plan.zero_stage == 3 and not is_adapter(folder):
-        load = partial(load_sharded, ds_config=plan.ds_config)
+        load = partial(load_sharded, sharding=Sharding(plan.ds_config))
     model = load(
         str(folder), dtype=dtype, head=plan.models.student_head, new_head=True, num_classes=plan.task.num_outputs
     )

@@ -39,7 +39,7 @@ from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.teacher import Teacher
 from llmdistill.students.importance import Importance, measure_importance
 from llmdistill.students.shapes import teacher_layers
-from llmdistill.students.start.calibration_folder import KeptFactors
+from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.weigh import Source, weigh
 from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
 from llmdistill.students.svd import determined
@@ -74,7 +74,7 @@ def measure_weights(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskDa
         teacher=teacher,
         batches=cache(lambda: _batches_of_run(plan, data)),
         device=world.device,
-        kept=_kept(plan.config, lambda: fingerprint(plan.models.teacher_path), plan.models.teacher_dtype),
+        saved=_open_saved(plan.config, lambda: fingerprint(plan.models.teacher_path), plan.models.teacher_dtype),
         say=lambda text: print_main(f"Student     {text}"),
     )
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
@@ -170,7 +170,7 @@ def measure_weights_on(
             teacher=lambda: LiveTeacher(moved, moved),
             batches=cache(lambda: calibration_batches(config, models)),
             device=device,
-            kept=_kept(config, content, model.dtype),
+            saved=_open_saved(config, content, model.dtype),
         )
         own = model.device
         moved = cast(Any, model).to(own if device is None else device)
@@ -182,13 +182,13 @@ def measure_weights_on(
         return found
 
 
-def _kept(config: RunConfig, teacher: Callable[[], str], dtype: torch.dtype) -> Callable[[], KeptFactors] | None:
-    """Return what opens the folder of kept statistics; None without one. `teacher` gives the teacher's fingerprint."""
+def _open_saved(config: RunConfig, teacher: Callable[[], str], dtype: torch.dtype) -> Callable[[], SavedFactors] | None:
+    """Return what opens the folder of saved statistics; None without one. `teacher` gives the teacher's fingerprint."""
     settings = config.student.factorize
     if settings.calibration.folder is None:
         return None
     folder = Path(settings.calibration.folder)
-    return lambda: KeptFactors(folder, _record(config, teacher(), dtype), settings.weighting)
+    return lambda: SavedFactors(folder, _record(config, teacher(), dtype), settings.weighting)
 
 
 def _record(config: RunConfig, teacher: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -5,8 +5,8 @@
     python scripts/bench/bench_calibration.py --quick   # narrow ones, seconds
 
 With --model the whole calibration is run once in this process, for ranks by loss at 60 % of all parameters:
-statistics, decompositions, costs of cuts and the held-out check (one example for each eight). Then comes a forward and
-a backward pass of the same tokens. Peak memory is what the process holds above its imports, at most.
+statistics, decompositions, predicted losses of cuts and the held-out check (one example for each eight). Then comes a
+forward and a backward pass of the same tokens. Peak memory is what the process holds above its imports, at most.
 
 Otherwise a matrix of each shape is decomposed once, in fp64, with moments of full rank, up to its break-even rank, in
 CPU seconds over all threads, and larger teachers are reckoned from that.
@@ -164,7 +164,7 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
 
     measure.measure_moments = timed("statistics", measure.measure_moments)
     measure.Measurement._decompose = timed("decompositions", measure.Measurement._decompose)  # type: ignore[method-assign]
-    measure.cut_costs = timed("costs of cuts", cuts.cut_costs)
+    measure.predict_losses = timed("predicted losses of cuts", cuts.predict_losses)
     weigh.divergences = timed("held-out check", cuts.divergences)
     threading.Thread(target=watch, daemon=True).start()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

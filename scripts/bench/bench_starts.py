@@ -48,9 +48,9 @@ from llmdistill.report.score import PERPLEXITY
 from llmdistill.runtime.distributed import World
 from llmdistill.students.counting import count_parameters, layer_linears
 from llmdistill.students.install import matrix
-from llmdistill.students.start.calibration_folder import KeptFactors
+from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.moments import Moments
-from llmdistill.students.start.weigh import Source, choose_ranks, measured, weigh
+from llmdistill.students.start.weigh import Source, choose_ranks, measure_factors, weigh
 from llmdistill.students.start.weighted import Weighted, WeightedSVD, weighted_svd
 from llmdistill.students.svd import factor_params, largest_rank
 from llmdistill.tasks import make_task
@@ -147,26 +147,26 @@ class Bench:
         both = {"teacher": config_of, "student": config_of, "teacher_path": self.path, "tokenizer_path": self.path}
         return calibration_batches(config, Models(**both, causal=True, objective=objective))
 
-    def factors(self, weighting: str) -> KeptFactors:
+    def factors(self, weighting: str) -> SavedFactors:
         """Return the factors of all matrices by a weighting; they are measured once and kept in the output's folder."""
         calibration = {key: getattr(self.options, key) for key in ("calibration", "examples", "length")}
-        kept = KeptFactors(self.folder / weighting, {"weighting": weighting, **calibration})
+        kept = SavedFactors(self.folder / weighting, {"weighting": weighting, **calibration})
         if weighting != "none":
             # Pivoted factors have the largest ranks, which serve both forms.
             settings = FactorizeConfig(weighting=weighting, form="pivoted", rank=1)
-            measured(self._source(kept, self.batches), settings)
+            measure_factors(self._source(kept, self.batches), settings)
         for name in self.shapes.keys() - kept.keys():
             weight = matrix(self.modules[name]).detach()
             plain = Moments(inputs=torch.eye(weight.shape[1]), gradients=None, tokens=1)
             kept[name] = weighted_svd(weight, plain, min(weight.shape))
         return kept
 
-    def _source(self, kept: KeptFactors, batches: Sequence[Batch]) -> Source:
+    def _source(self, kept: SavedFactors, batches: Sequence[Batch]) -> Source:
         return Source(
             config=self.model.config,
             teacher=lambda: LiveTeacher(self.model, self.model),
             batches=lambda: (batches, self.held_out),
-            kept=lambda: kept,
+            saved=lambda: kept,
             say=print,
         )
 
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=64)
     parser.add_argument("--length", type=int, default=256, help="tokens of an example")
     parser.add_argument("--held_out", type=int, default=8, help="examples on which ranks by loss must be better")
-    parser.add_argument("--cost_examples", type=int, default=64, help="examples that measure the costs of cuts")
+    parser.add_argument("--cost_examples", type=int, default=64, help="examples that measure predicted losses of cuts")
     parser.add_argument("--sizes", default="90,80,70,60", help="percent of the linears' parameters")
     parser.add_argument("--only", action="append", choices=STARTS, help="one of the starts alone; may be repeated")
     parser.add_argument("--window", type=int, default=1024)

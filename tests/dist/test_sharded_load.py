@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.models.load import load_model
-from llmdistill.models.sharded_load import load_sharded
+from llmdistill.models.sharded_load import Sharding, load_sharded
 from llmdistill.runtime.distributed import init_distributed
 from llmdistill.students.convert import compress
 
@@ -32,7 +32,8 @@ def main():
     folder, head, classes = Path(sys.argv[-3]), sys.argv[-2], int(sys.argv[-1])
     world = init_distributed()
     config = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    load_sharded(folder / "tiny", ds_config=config, dtype=torch.float32)  # what is only made once is no part of a model
+    sharding = Sharding(config)
+    load_sharded(folder / "tiny", sharding=sharding, dtype=torch.float32)  # what is only made once is no part of it
     gc.collect()
     before = anonymous()
     seen, over = [before], threading.Event()
@@ -45,7 +46,7 @@ def main():
     named = {"dtype": torch.float32, "head": head, "new_head": True, "num_classes": classes or None}
     threading.Thread(target=watch, daemon=True).start()
     torch.manual_seed(5)
-    model = load_sharded(folder, ds_config=config, **named)
+    model = load_sharded(folder, sharding=sharding, **named)
     over.set()
     after = anonymous()
     torch.manual_seed(5)

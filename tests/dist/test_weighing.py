@@ -41,7 +41,7 @@ def measure(teacher, batches, sharding, memory):
     table, products = measurement.table(3), {}
     wanted = {"layers.1.mlp.down_proj": KroneckerShape(4, 8, 2)}
     replace(measurement, method="kronecker").factors(shapes, wanted, keep_in(products), lambda _: None)
-    costs = {name: float(each[3]) for name, each in measurement.costs_of(found, shapes).items()}
+    costs = {name: float(each[3]) for name, each in measurement.predict_losses(found, shapes).items()}
     return found, said, table, products.get("layers.1.mlp.down_proj"), costs
 
 

@@ -22,7 +22,7 @@ from llmdistill.artifacts import compare_records, read_record
 from llmdistill.errors import UserError
 from llmdistill.files import is_unused, remove_abandoned, share, temporary_folder, write_error, write_json
 from llmdistill.fingerprints import file_damage, file_entry
-from llmdistill.students.start.moments import Begun
+from llmdistill.students.start.moments import PartialSums
 from llmdistill.students.start.weighted import WeightedSVD
 
 RECORD = "statistics.json"
@@ -61,29 +61,29 @@ def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None
         return {key: stored.get_tensor(key) for key in stored.keys()}, stored.metadata() or {}  # noqa: SIM118
 
 
-def read_sums(file: Path, names: list[str], *, gradients: bool) -> Begun:
+def read_sums(file: Path, names: list[str], *, gradients: bool) -> PartialSums:
     """Return the sums that a pass of one rank has saved for the named linears; none if they lack needed gradients."""
     stored = _read_tensors(file)
     if stored is None:
-        return Begun()
+        return PartialSums()
     sums, metadata = stored
     if json.loads(metadata["names"]) != names or (gradients and metadata["gradients"] != "True"):
-        return Begun()
-    return Begun(int(metadata["done"]), sums, json.loads(metadata["sources"]))
+        return PartialSums()
+    return PartialSums(int(metadata["done"]), sums, json.loads(metadata["sources"]))
 
 
-def write_sums(file: Path, names: list[str], begun: Begun, *, gradients: bool) -> None:
+def write_sums(file: Path, names: list[str], sums: PartialSums, *, gradients: bool) -> None:
     """Save the sums of a pass of one rank."""
     metadata = {
         "names": json.dumps(names),
         "gradients": str(gradients),
-        "done": str(begun.done),
-        "sources": json.dumps(begun.sources),
+        "done": str(sums.done),
+        "sources": json.dumps(sums.sources),
     }
-    _write_tensors(file, begun.sums, metadata)
+    _write_tensors(file, sums.sums, metadata)
 
 
-class KeptFactors(Mapping[str, WeightedSVD]):
+class SavedFactors(Mapping[str, WeightedSVD]):
     """The factors in a folder, by the name of the matrix in the base model; a matrix is read on access."""
 
     def __init__(self, folder: Path, record: Mapping[str, Any], weighting: str = "gradients") -> None:
@@ -131,14 +131,14 @@ class KeptFactors(Mapping[str, WeightedSVD]):
         return WeightedSVD(**tensors, energy=energy, scale=scale, tokens=int(tokens), seconds=seconds)
 
     @property
-    def costs(self) -> dict[str, Tensor]:
-        """The result of `cut_costs` for these factors; empty if it was not measured yet."""
+    def predicted_losses(self) -> dict[str, Tensor]:
+        """The result of `predict_losses` for these factors; empty if it was not measured yet."""
         stored = _read_tensors(self.folder / f"costs{_SUFFIX}")
         return {} if stored is None else stored[0]
 
-    @costs.setter
-    def costs(self, costs: Mapping[str, Tensor]) -> None:
-        _write_tensors(self.folder / f"costs{_SUFFIX}", costs)
+    @predicted_losses.setter
+    def predicted_losses(self, losses: Mapping[str, Tensor]) -> None:
+        _write_tensors(self.folder / f"costs{_SUFFIX}", losses)
 
     def _path_of(self, name: str) -> Path:
         return self._factors / f"{name}{_SUFFIX}"

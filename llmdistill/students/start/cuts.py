@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from llmdistill.batch import Batch, HeadInputs
+from llmdistill.batch import Batch
 from llmdistill.internals.torch_names import version_of
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.head import token_losses
@@ -21,7 +21,15 @@ from llmdistill.models.sharded import gathered
 from llmdistill.progress import progress
 from llmdistill.step.passes import HookSums, OddReadError, Passes, graded
 from llmdistill.students.install import matrix
-from llmdistill.students.start.sampled import Reads, judged_rows, run_sampled, running_as, tapped_output
+from llmdistill.students.start.sampled import (
+    USUAL,
+    Reads,
+    Sampling,
+    judged_rows,
+    run_sampled,
+    running_as,
+    tapped_output,
+)
 from llmdistill.students.start.weighted import Weighted, WeightedSVD
 from llmdistill.students.svd import truncated_svd
 
@@ -62,50 +70,39 @@ def _multiply_factors(
     return (product if bias is None else product + bias.float()).to(inputs.dtype)
 
 
-def cut_costs(
+def predict_losses(
     model: PreTrainedModel,
     factors: Mapping[str, WeightedSVD],
     batches: Sequence[Batch],
+    sampling: Sampling = USUAL,
     *,
-    seed: int = 0,
-    reads: Reads | None = None,
     reduce: Callable[[Tensor], object] | None = None,
-    rounds: int = 0,
 ) -> dict[str, Tensor]:
     """Return the predicted loss per token of lowering the rank of one linear alone, by its name in the base model.
 
     With the gradients g of sampled labels and the inputs x of a sequence's tokens this is half of (Σ gᵀ ΔW x)², summed
     over the sequences: the Fisher matrix of the weight itself. `WeightedSVD.costs` instead assumes that x and g are
     independent, which is wrong by a factor of 2 to 7 for gated feed-forward layers, and for queries and keys. One pass
-    over the data gives the costs of all ranks, from 0 to the full one: (k + 1) in fp64 on the CPU.
+    over the data gives the losses of all ranks, from 0 to the full one: (k + 1) in fp64 on the CPU.
 
     Args:
         model: the dense model, whose mode and weights stay as they are.
         factors: all factors of each matrix, up to its full rank, on every rank.
         batches: the batches of this rank, a sequence in each row, on any device.
-        seed: the seed of the labels.
-        reads: what the linears read, if it is known.
+        sampling: the labels, and what the linears read; with gradients.
         reduce: sums a tensor over the ranks in place.
-        rounds: the smallest number of passes, see `measure_moments`.
     """
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    sums = run_sampled(
-        model,
-        [prefix + name for name in factors],
-        batches,
-        partial(_CutCosts, model, factors, prefix),
-        reads=reads,
-        gradients=True,
-        seed=seed,
-        passes=Passes(rounds=rounds, what="Measuring what each rank costs"),
-    )
+    names, make = [prefix + name for name in factors], partial(_LossSums, model, factors, prefix)
+    passes = Passes(rounds=sampling.rounds, what="Measuring what each rank costs")
+    sums = run_sampled(model, names, batches, make, sampling, passes)
     if reduce is not None:
-        for tensor in (sums.tokens, *sums.costs.values()):
+        for tensor in (sums.tokens, *sums.losses.values()):
             reduce(tensor)
-    return {name: (costs / sums.tokens).cpu() for name, costs in sums.costs.items()}
+    return {name: (losses / sums.tokens).cpu() for name, losses in sums.losses.items()}
 
 
-class _CutCosts(HookSums):
+class _LossSums(HookSums):
     """Adds up the predicted loss of each rank in forward and backward hooks."""
 
     def __init__(
@@ -118,7 +115,7 @@ class _CutCosts(HookSums):
         """(B, k), how far each factor moves the loss of each sequence of the pass, over all calls of the linear."""
         self._call: list[tuple[Tensor, int]] = []
         """The first part of the running call, its inputs or the gradients at its outputs, with the tensor's version."""
-        self.costs = {
+        self.losses = {
             name: torch.zeros(len(svd.values) + 1, dtype=torch.float64, device=model.device)
             for name, svd in factors.items()
         }
@@ -168,7 +165,7 @@ class _CutCosts(HookSums):
         for name, moved_Bk in self._moved.items():
             # A cut to a rank loses all factors from this one on; the smallest are added first.
             lost_Bk = moved_Bk.double().flip(1).cumsum(1).flip(1)
-            self.costs[name][:-1] += lost_Bk.square().sum(0) / 2
+            self.losses[name][:-1] += lost_Bk.square().sum(0) / 2
         self._moved.clear()
 
 
@@ -193,13 +190,11 @@ def divergences(model: PreTrainedModel, cuts: Mapping[str, Weighted], batches: I
             for name, weighted in cuts.items():
                 with cut(model, weighted):
                     changed = judged_rows(tapped, moved)[0]
-                totals[name] += _compute_divergence(dense, changed, classes)
+                if not classes:
+                    totals[name] += float((dense.rows - changed.rows).square().sum() / 2)
+                    continue
+                labels_N = torch.zeros_like(dense.rows[:, 0], dtype=torch.long)  # which this term does not read
+                with gathered(dense.weight, dense.bias):
+                    divergence = token_losses(changed, dense, labels_N, [TokenTerm("", FORWARD_KL)], torch.ones(1))
+                totals[name] += float(divergence.sums)
     return {name: total / max(count, 1) for name, total in totals.items()}
-
-
-def _compute_divergence(dense: HeadInputs, changed: HeadInputs, classes: bool) -> float:
-    if not classes:
-        return float((dense.rows - changed.rows).square().sum() / 2)
-    labels_N, term = torch.zeros_like(dense.rows[:, 0], dtype=torch.long), TokenTerm("", FORWARD_KL)  # no label is read
-    with gathered(dense.weight, dense.bias):
-        return float(token_losses(changed, dense, labels_N, [term], torch.ones(1)).sums)

@@ -34,17 +34,17 @@ from llmdistill.students.counting import Shape, layer_linears
 from llmdistill.students.install import matrix, token_embedding
 from llmdistill.students.kinds import Size
 from llmdistill.students.start.calibration_folder import read_sums, write_sums
-from llmdistill.students.start.cuts import cut_costs
-from llmdistill.students.start.moments import Begun, Moments, measure_moments
-from llmdistill.students.start.sampled import Reads, watch_reads
+from llmdistill.students.start.cuts import predict_losses
+from llmdistill.students.start.moments import NOT_SAVED, Moments, PartialSums, Saving, measure_moments
+from llmdistill.students.start.sampled import Reads, Sampling, watch_reads
 from llmdistill.students.start.weighted import WeightedSVD, weighted_svd
 from llmdistill.students.start.weighted_embedding import WeightedTable, measure_table, weighted_table
 from llmdistill.students.start.weighted_kronecker import weighted_kronecker
 
 GIB = 2**30
-COST_SHARE, COST_EXAMPLES, COST_TOKENS = 8, 64, 128
-"""The cost of lowering a rank is measured on one in COST_SHARE examples, but on COST_EXAMPLES at least, and for a
-decoder on the first COST_TOKENS tokens of each (`first_tokens`)."""
+LOSS_SHARE, LOSS_EXAMPLES, LOSS_TOKENS = 8, 64, 128
+"""The loss of a lower rank is predicted from one in LOSS_SHARE examples, but from LOSS_EXAMPLES at least, and for a
+decoder from the first LOSS_TOKENS tokens of each (`first_tokens`)."""
 KEEP_SECONDS = 120
 """The time between two saves of the sums of a pass."""
 DECOMPOSE: dict[str, Callable[[Tensor, Moments, Any], Any]] = {"svd": weighted_svd, "kronecker": weighted_kronecker}
@@ -142,30 +142,28 @@ class Measurement:
                 if factors is not None:
                     keep(name.removeprefix(prefix), factors, share)
 
-    def costs_of(self, factors: Mapping[str, WeightedSVD], names: Collection[str]) -> dict[str, Tensor]:
-        """Return the result of `cut_costs` for matrices with factors on rank 0; every rank must call this function.
+    def predict_losses(self, factors: Mapping[str, WeightedSVD], names: Collection[str]) -> dict[str, Tensor]:
+        """Return the result of `cuts.predict_losses` for matrices with factors on rank 0; every rank must call this.
 
         Names without factors are left out: the data gave these matrices no input or no gradient.
 
-        A part of the data is enough, because the cost of a rank is a single number, unlike the moments. It is a mean of
+        A part of the data is enough, because the loss of a rank is a single number, unlike the moments. It is a mean of
         squares with one square per sequence, so many short sequences tell more than a few long ones.
         """
         world, rows = World.current(), World.current().size * sum(len(batch.input_ids) for batch in self._parts)
-        share = max(COST_EXAMPLES, rows // COST_SHARE) / rows
+        share = max(LOSS_EXAMPLES, rows // LOSS_SHARE) / rows
         batches = first_tokens(self.model, self._parts[: math.ceil(share * len(self._parts))])
         measured: dict[str, Any] = {name: factors.get(name) for name in names}
         # One rank of a group may measure alone, without the process group. The names are the same on every rank, and
         # one broadcast a matrix keeps the memory that it takes small.
         if world.size > 1:
             measured = {name: broadcast_object(svd) for name, svd in measured.items()}
-        return cut_costs(
+        return predict_losses(
             self.model,
             {name: svd for name, svd in measured.items() if svd is not None},
             batches,
-            reads=self._reads,
-            seed=self.settings.seed + _OTHER_LABELS,
+            Sampling(seed=self.settings.seed + _OTHER_LABELS, reads=self._reads, rounds=largest_number(len(batches))),
             reduce=all_reduce_sum if world.size > 1 else None,
-            rounds=largest_number(len(batches)),
         )
 
     def _measure_moments(self, owners: Mapping[str, int], rounds: int, number: str) -> dict[str, Moments]:
@@ -179,31 +177,28 @@ class Measurement:
             sum_at(tensor, owners[name])
             return owners[name] == world.rank
 
-        resumed, after = self._resume_sums(list(owners), number)
+        sampling = Sampling(
+            gradients=self.gradients, seed=self.settings.seed, reads=self._reads.of(owners), rounds=rounds
+        )
+        saving = self._resume_sums(list(owners), number)
         measure = partial(
             measure_moments,
             self.model,
             list(owners),
             self._parts,
-            reads=self._reads.of(owners),
-            gradients=self.gradients,
-            seed=self.settings.seed,
+            sampling,
             reduce=reduce if world.size > 1 else None,
-            rounds=rounds,
-            resumed=resumed,
-            after=after,
+            saving=saving,
         )
         return on_every(measure)
 
-    def _resume_sums(
-        self, names: list[str], number: str
-    ) -> tuple[Begun | None, Callable[[int, int, Callable[[], Begun]], None]]:
-        """Return the sums of a pass that an earlier process has saved, and a callback that saves them now and then.
+    def _resume_sums(self, names: list[str], number: str) -> Saving:
+        """Read the sums of a pass that an earlier process has saved, and save those of this one now and then.
 
         All ranks save after the same batches. If a kill came between their saves, the pass starts again.
         """
         if self.settings.folder is None:
-            return None, lambda *_: None
+            return NOT_SAVED
         world, folder = World.current(), Path(self.settings.folder) / "sums"
         file = folder / f"pass-{number}-rank-{world.rank + 1}-of-{world.size}.safetensors"
         began = time.monotonic()
@@ -212,14 +207,14 @@ class Measurement:
         same = largest_number(resumed.done) == -largest_number(-resumed.done)
         every: int | None = None
 
-        def after(done: int, total: int, begun: Callable[[], Begun]) -> None:
+        def after(done: int, total: int, sums: Callable[[], PartialSums]) -> None:
             nonlocal every
             if every is None:  # the time of the first batch says how many batches take KEEP_SECONDS
                 every = largest_number(1 + int(KEEP_SECONDS / (time.monotonic() - began)))
             if done % every == 0 or done == total:
-                write_sums(file, names, begun(), gradients=self.gradients)
+                write_sums(file, names, sums(), gradients=self.gradients)
 
-        return resumed if same else None, after
+        return Saving(resumed=resumed if same else None, after=after)
 
     def _decompose(
         self, owners: Mapping[str, int], wanted: Mapping[str, Size], moments: dict[str, Moments]
@@ -260,10 +255,8 @@ class Measurement:
             measure_table,
             self.model,
             self._parts,
-            gradients=self.gradients,
-            seed=self.settings.seed,
+            Sampling(gradients=self.gradients, seed=self.settings.seed, rounds=largest_number(len(self._parts))),
             reduce=all_reduce_sum if world.size > 1 else None,
-            rounds=largest_number(len(self._parts)),
         )
         moments = on_every(measure)
         parameter = token_embedding(self.model)[1].weight
@@ -279,8 +272,8 @@ class Measurement:
 
 
 def first_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Return the first COST_TOKENS tokens of each row for a decoder, where they know nothing of the others."""
-    return [batch.select(slice(None), COST_TOKENS) for batch in batches] if is_causal(model.config) else batches
+    """Return the first LOSS_TOKENS tokens of each row for a decoder, where they know nothing of the others."""
+    return [batch.select(slice(None), LOSS_TOKENS) for batch in batches] if is_causal(model.config) else batches
 
 
 def plan_passes(

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch
 from llmdistill.step.passes import HookSums, Passes, graded
 from llmdistill.students.install import features
-from llmdistill.students.start.sampled import Reads, identity, run_sampled
+from llmdistill.students.start.sampled import USUAL, Reads, Sampling, identity, run_sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialSums:
     """The state of a measurement: the sums so far."""
 
     done: int = 0
@@ -47,18 +47,28 @@ class Begun:
     """The linear that first reads the tensors that a linear reads."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Where a measurement that was interrupted goes on, and how it is saved."""
+
+    resumed: PartialSums | None = None
+    """The sums of an earlier call with the same arguments that was interrupted."""
+    after: Callable[[int, int, Callable[[], PartialSums]], object] = lambda done, total, sums: None
+    """Called after each pass with the number of passes that are done, the number of all, and a function that returns
+    the sums so far."""
+
+
+NOT_SAVED = Saving()
+
+
 def measure_moments(
     model: PreTrainedModel,
     names: Collection[str],
     batches: Iterable[Batch],
+    sampling: Sampling = USUAL,
     *,
-    gradients: bool = True,
-    seed: int = 0,
-    reads: Reads | None = None,
     reduce: Callable[[Tensor, str | None], bool] | None = None,
-    rounds: int = 0,
-    resumed: Begun | None = None,
-    after: Callable[[int, int, Callable[[], Begun]], object] = lambda done, total, begun: None,
+    saving: Saving = NOT_SAVED,
 ) -> dict[str, Moments]:
     """Return the second moments of some linears over the real tokens of batches, in fp32 whatever the model's dtype.
 
@@ -73,49 +83,35 @@ def measure_moments(
         model: the model, whose mode and weights stay as they are.
         names: names of nn.Linear or Conv1D modules in the model.
         batches: the batches of this rank, on any device; each rank needs at least one.
-        gradients: whether G is measured; C alone needs no backward pass.
-        seed: the seed of the labels.
-        reads: what the linears read, if it is known.
+        sampling: whether G is measured, the labels, and what the linears read.
         reduce: sums a tensor of the linear with this name over the ranks, in place, and returns whether this rank needs
             the sum; only its moments are then returned. The number of tokens, without a name, is needed by every rank.
-        rounds: the smallest number of passes; a rank with fewer batches repeats its own without counting them, because
-            the ranks of a sharded model need each other in every pass.
-        resumed: the sums of an earlier call with the same arguments that was interrupted.
-        after: is called after each pass with the number of passes that are done, the number of all, and a function
-            that returns what `resumed` takes.
+        saving: where the measurement goes on, and how it is saved.
 
     Raises:
         UserError: there is no token, or a moment is not finite.
     """
-    resumed = resumed or Begun()
-    sums = run_sampled(
-        model,
-        names,
-        batches,
-        partial(_Sums, model, names, gradients, resumed),
-        reads=reads,
-        gradients=gradients,
-        seed=seed,
-        passes=Passes(
-            rounds=rounds,
-            done=resumed.done,
-            after=lambda sums, done, total: after(done, total, lambda: sums.begun(done)),
-        ),
+    resumed = saving.resumed or PartialSums()
+    passes = Passes(
+        rounds=sampling.rounds,
+        done=resumed.done,
+        after=lambda sums, done, total: saving.after(done, total, lambda: sums.so_far(done)),
     )
-    return sums.moments(reduce)
+    make = partial(_Sums, model, names, sampling.gradients, resumed)
+    return run_sampled(model, names, batches, make, sampling, passes).moments(reduce)
 
 
 class _Sums(HookSums):
     """Adds up the moments of linears in forward and backward hooks."""
 
     def __init__(
-        self, model: PreTrainedModel, names: Collection[str], gradients: bool, begun: Begun, reads: Reads | None
+        self, model: PreTrainedModel, names: Collection[str], gradients: bool, resumed: PartialSums, reads: Reads | None
     ) -> None:
         super().__init__(model.device)
         # q, k and v, or gate and up, read one tensor one after the other: their C is summed once.
         self._read: deque[tuple[Tensor, str]] = deque(maxlen=2)
         """The last tensors that linears read, each with the linear that read it first: no more are kept alive."""
-        known = {key: tensor.to(model.device) for key, tensor in begun.sums.items()}
+        known = {key: tensor.to(model.device) for key, tensor in resumed.sums.items()}
         self.tokens = known.pop("tokens", self.tokens)
         self._inputs, self._gradients = (
             {key.partition(" ")[2]: tensor for key, tensor in known.items() if key.startswith(kind)}
@@ -124,15 +120,15 @@ class _Sums(HookSums):
         self._has_gradients = gradients
         self._shapes = {name: features(model.get_submodule(name)) for name in names}
         groups = [] if reads is None else reads.groups
-        self._source = {name: group[0] for group in groups for name in group} | dict(begun.sources)
+        self._source = {name: group[0] for group in groups for name in group} | dict(resumed.sources)
         """The linear that first reads what a linear reads."""
         run = partial(self._add_call, gradients)
         self.handles = [model.get_submodule(name).register_forward_hook(partial(run, name)) for name in names]
 
-    def begun(self, done: int) -> Begun:
+    def so_far(self, done: int) -> PartialSums:
         kinds = (("inputs", self._inputs), ("gradients", self._gradients))
         sums = {f"{kind} {name}": moment for kind, moments in kinds for name, moment in moments.items()}
-        return Begun(done, {"tokens": self.tokens, **sums}, self._source)
+        return PartialSums(done, {"tokens": self.tokens, **sums}, self._source)
 
     def moments(self, reduce: Callable[[Tensor, str | None], bool] | None) -> dict[str, Moments]:
         """Return the sums over all ranks that this rank needs, of the linears that got inputs and gradients at all."""
@@ -143,8 +139,12 @@ class _Sums(HookSums):
             )
             if self._has_gradients:
                 self._reduce(self._gradients, {name: m for name, (m, _) in self._shapes.items()}, reduce)
+        for lower in (*self._inputs.values(), *self._gradients.values()):
+            for start in range(0, len(lower), BLOCK):
+                here, below = slice(start, start + BLOCK), slice(start + BLOCK, None)
+                lower[here, below] = lower[below, here].T
         measured = chain(self._inputs.items(), self._gradients.items())
-        tokens = self.counted((f"the inputs or gradients of {name}", _fill_upper(moment)) for name, moment in measured)
+        tokens = self.counted((f"the inputs or gradients of {name}", moment) for name, moment in measured)
         inputs, gradients = (
             {name: moment for name, moment in sums.items() if moment.any()} for sums in (self._inputs, self._gradients)
         )
@@ -192,7 +192,7 @@ BLOCK = 256
 
 
 def _add_outer_products(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
-    """Add Σ x xᵀ to the lower triangle; `_whole` copies it to the upper one."""
+    """Add Σ x xᵀ to the lower triangle; `_Sums.moments` copies it to the upper one."""
     rows = rows_NK.float()
     width = rows.shape[1]
     if name not in sums:
@@ -200,11 +200,3 @@ def _add_outer_products(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> 
     for end in range(BLOCK, width + BLOCK, BLOCK):
         here = slice(end - BLOCK, end)
         sums[name][here, :end].addmm_(rows[:, here].T, rows[:, :end])
-
-
-def _fill_upper(lower: Tensor) -> Tensor:
-    """Fill in the upper triangle of a symmetric matrix, in place."""
-    for start in range(0, len(lower), BLOCK):
-        here, below = slice(start, start + BLOCK), slice(start + BLOCK, None)
-        lower[here, below] = lower[below, here].T
-    return lower

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -50,6 +50,24 @@ class Reads:
         groups = [[name for name in group if name in names] for group in self.groups]
         return Reads([group for group in groups if group], self.in_order, self.changed)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a model is measured: on the labels that are sampled from its own output."""
+
+    gradients: bool = True
+    """Whether gradients are measured too, which takes a backward pass."""
+    seed: int = 0
+    """The seed of the labels."""
+    reads: Reads | None = None
+    """What the modules read, if it is known."""
+    rounds: int = 0
+    """The smallest number of passes; a rank with fewer batches repeats its own without counting them, because the ranks
+    of a sharded model need each other in every pass."""
+
+
+USUAL = Sampling()
+"""Gradients of the labels of seed 0."""
 
 _AnySums = TypeVar("_AnySums", bound=HookSums)
 
@@ -115,54 +133,25 @@ def run_sampled(
     names: Collection[str],
     batches: Iterable[Batch],
     make: Callable[[Reads | None], _AnySums],
-    *,
-    reads: Reads | None,
-    gradients: bool,
-    seed: int,
+    sampling: Sampling,
     passes: Passes,
 ) -> _AnySums:
     """Run a model forward, and backward from sampled labels; return the sums of `make` (see `measure_moments`).
 
     Most models give each linear the tokens of the batch, once. If a pass meets anything else, it begins again with the
-    observations of `watch_reads`, unless `reads` has them already.
+    observations of `watch_reads`, unless `sampling` has them already.
     """
-    batches = list(batches)
-
-    def run_all(reads: Reads | None) -> _AnySums:
-        sums = make(reads)
-        sums.is_known = reads is not None
-        parts = batches if reads is None or reads.in_order else in_parts(batches, 1)
-        _run_backward(model, parts, sums, gradients, seed, passes)
-        return sums
-
-    if reads is None and not passes.done:
-        try:
-            return run_all(None)
-        except OddReadError:
-            pass
-    return run_all(watch_reads(model, names, batches) if reads is None else reads)
-
-
-def _run_backward(
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    sums: HookSums,
-    gradients: bool,
-    seed: int,
-    passes: Passes,
-) -> None:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.requires_grad_(False)  # saves the memory and time of weight gradients, which nobody reads
+    batches, gradients = list(batches), sampling.gradients
     limit, layers = graph_tokens(model), list(layers_of(model))
 
-    def step(batch: Batch) -> None:
+    def step(tapped: TappedModel, sums: HookSums, batch: Batch) -> None:
         dropped = max(0, math.ceil(len(layers) * (1 - limit / batch.input_ids.numel()))) if gradients else len(layers)
         again = layers[:dropped] if gradients else []
         # Memory that a layer frees lies between the tensors that it keeps; returned at once, it does not fragment.
         handles = [layer.register_forward_hook(lambda *_: give_back_memory()) for layer in layers[dropped:]]
         try:
             with torch.set_grad_enabled(gradients), _recomputing(again, sums):
-                loss = _make_sampled_loss(tapped, batch, seed, sums.judged)
+                loss = _make_sampled_loss(tapped, batch, sampling.seed, sums.judged)
                 if gradients and not loss.requires_grad:  # Reformer computes gradients in training mode alone
                     raise UserError(
                         f"no gradient comes back through the layers of {type(model).__name__} outside of training: set "
@@ -175,9 +164,21 @@ def _run_backward(
                 handle.remove()
         give_back_memory()
 
-    try:
+    def run_all(reads: Reads | None) -> _AnySums:
+        sums = make(reads)
+        sums.is_known = reads is not None
+        parts = batches if reads is None or reads.in_order else in_parts(batches, 1)
         with tapped_output(model) as tapped:
-            run_passes(model, batches, sums, step, passes)
+            run_passes(model, parts, sums, partial(step, tapped, sums), passes)
+        return sums
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)  # saves the memory and time of weight gradients, which nobody reads
+    try:
+        if sampling.reads is None and not passes.done:
+            with suppress(OddReadError):
+                return run_all(None)
+        return run_all(watch_reads(model, names, batches) if sampling.reads is None else sampling.reads)
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
@@ -318,17 +319,13 @@ def _compute_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tens
         p_NV /= p_NV.sum(-1, keepdim=True)
         seen(p_NV)
         # The gradient of -log p at the logits is p minus one at the class, so that no graph of the logits is needed.
-        target = _sample_classes(p_NV, chances_N[here])
+        # The class is that in whose share of the line from 0 to 1 the random number lies. The line ends at the last
+        # sum, which fp32 rounds to something near 1: a number above it would have no class.
+        ends_NV = p_NV.cumsum(dim=-1)
+        target = torch.searchsorted(ends_NV, (chances_N[here] * ends_NV[:, -1])[:, None]).clamp_(max=vocabulary - 1)
         p_NV.scatter_add_(1, target, p_NV.new_full((), -1.0).expand(target.shape))
         gradients_NK[here] = p_NV if w_VK is None else p_NV.to(w_VK.dtype) @ w_VK
     return gradients_NK
-
-
-def _sample_classes(p_NV: Tensor, chances_N: Tensor) -> Tensor:
-    """Sample one class (N, 1) of each row by uniform random numbers from 0 to 1."""
-    # Scaled by the last sum, which fp32 rounds to something near 1; a number above it would have no class.
-    cumulated = p_NV.cumsum(dim=-1)
-    return torch.searchsorted(cumulated, (chances_N * cumulated[:, -1])[:, None]).clamp_(max=p_NV.shape[1] - 1)
 
 
 def _draw_uniform(batch: Batch, width: int, seed: int) -> Tensor:

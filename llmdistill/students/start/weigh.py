@@ -20,7 +20,7 @@ from llmdistill.step.passes import in_parts
 from llmdistill.students.counting import Shape, build_reference, layer_linears
 from llmdistill.students.install import token_embedding
 from llmdistill.students.sizes import check_settings, plan, plan_embedding, rank_budget
-from llmdistill.students.start.calibration_folder import KeptFactors
+from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.cuts import divergences
 from llmdistill.students.start.measure import Measurement, first_tokens
 from llmdistill.students.start.sampled import graph_tokens
@@ -40,7 +40,7 @@ class Source:
     """Reads this rank's batches, and the held-out batches, which every rank has."""
     device: torch.device | None = None
     """The device on which matrices are decomposed, one at a time; by default that of each matrix."""
-    kept: Callable[[], KeptFactors] | None = None
+    saved: Callable[[], SavedFactors] | None = None
     """Opens the folder in which the factors are saved, on rank 0; None saves nothing."""
     say: Callable[[str], object] = lambda _: None
     """Takes sentences about the progress."""
@@ -65,7 +65,7 @@ def weigh(source: Source, settings: FactorizeConfig, method: str = "svd") -> Wei
         weighted = _choose_checked_ranks(source, settings)
     else:
         sizes = {base_name(reference, name): size for name, size in plan(reference, settings, method).sizes.items()}
-        if source.kept is not None:
+        if source.saved is not None:
             raise UserError(
                 "student.factorize.calibration.folder keeps factors of the method svd, which serve every rank, but the "
                 f"method is {method}, whose factors fit one shape: set the folder to null"
@@ -123,25 +123,26 @@ def _choose_checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted
 
 
 def _make_factors(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
-    """Return the factors of the matrices on rank 0, with costs that are corrected by measured ones near the budget.
+    """Return the factors of the matrices on rank 0, with costs that are corrected by predicted losses near the budget.
 
     Every rank must call this function.
     """
-    factors, world = measured(source, settings), World.current()
-    # A folder must serve every allocation, so it gets the costs even if this run does not need them.
-    if settings.allocation != "loss" and (source.kept is None or settings.weighting != "gradients"):
+    factors, world = measure_factors(source, settings), World.current()
+    # A folder must serve every allocation, so it gets the losses even if this run does not need them.
+    if settings.allocation != "loss" and (source.saved is None or settings.weighting != "gradients"):
         return factors
-    folder, costs = factors if isinstance(factors, KeptFactors) else None, dict[str, Tensor]()
+    folder, losses = factors if isinstance(factors, SavedFactors) else None, dict[str, Tensor]()
 
     def are_known() -> bool:
-        nonlocal costs
-        costs = {} if folder is None else folder.costs
-        return bool(costs)
+        nonlocal losses
+        losses = {} if folder is None else folder.predicted_losses
+        return bool(losses)
 
     if not on_main(are_known):
-        costs = _make_measurement(source, settings).costs_of(factors, _matrix_shapes(build_reference(source.config)))
+        names = _matrix_shapes(build_reference(source.config))
+        losses = _make_measurement(source, settings).predict_losses(factors, names)
         if folder is not None:
-            folder.costs = costs
+            folder.predicted_losses = losses
     if settings.allocation != "loss":
         return factors
 
@@ -149,12 +150,12 @@ def _make_factors(source: Source, settings: FactorizeConfig) -> Mapping[str, Wei
         if not world.is_main:
             return factors
         weighted = choose_ranks(source.config, settings, factors)
-        return weighted.corrected({name: float(costs[name][rank]) for name, rank in weighted.ranks.items()}).factors
+        return weighted.corrected({name: float(losses[name][rank]) for name, rank in weighted.ranks.items()}).factors
 
     return on_every(corrected)
 
 
-def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
+def measure_factors(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
     """Return the factors of the matrices, on rank 0; every rank must call this function.
 
     Without a folder they are measured up to the ranks that the settings can need; with one up to the full rank, so that
@@ -171,16 +172,16 @@ def measured(source: Source, settings: FactorizeConfig) -> Mapping[str, Weighted
         rank_budget(reference, settings)
     else:
         planned = _plan_ranks(reference, settings)
-        ranks = planned if source.kept is None else ranks
-    factors: dict[str, WeightedSVD] | KeptFactors = {}
+        ranks = planned if source.saved is None else ranks
+    factors: dict[str, WeightedSVD] | SavedFactors = {}
 
     def open_folder() -> list[str]:
         nonlocal factors
-        factors = factors if source.kept is None else source.kept()
+        factors = factors if source.saved is None else source.saved()
         return [name for name in ranks if name not in factors]
 
     missing = on_main(open_folder)
-    if source.kept is not None:
+    if source.saved is not None:
         source.say(f"{len(ranks) - len(missing)} of {len(ranks)} matrices are measured already")
     if missing:
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmdistill.config.student import Form
+from llmdistill.config.student import FactorForm
 from llmdistill.errors import UserError
 from llmdistill.students.kinds import Sigma, low_rank_values
 from llmdistill.students.start.moments import Moments
@@ -193,10 +193,10 @@ class Weighted:
         loss += sum(factors.cost for factors in self.others.values())
         return replace(self, ranks=ranks, predicted_loss=loss)
 
-    def corrected(self, costs: Mapping[str, float]) -> Weighted:
-        """Return the same ranks at the costs that `cut_costs` measured; other ranks of a matrix cost in proportion."""
-        predicted = {name: self.factors[name].costs()[self.ranks[name]] for name in costs}
-        ratios = {name: costs[name] / cost for name, cost in predicted.items() if cost > 0 and costs[name] > 0}
+    def corrected(self, losses: Mapping[str, float]) -> Weighted:
+        """Return the same ranks at the costs that `predict_losses` gives; a matrix's other ranks cost in proportion."""
+        costs = {name: self.factors[name].costs()[self.ranks[name]] for name in losses}
+        ratios = {name: losses[name] / cost for name, cost in costs.items() if cost > 0 and losses[name] > 0}
         return replace(self, factors=Rescaled(self.factors, ratios)).with_ranks(self.ranks)
 
 
@@ -233,7 +233,7 @@ def check_calibration_data(weighting: str, data: object) -> None:
 
 
 def allocate(
-    factors: Mapping[str, WeightedSVD], budget: int, *, multiple: int = 1, form: Form = "plain"
+    factors: Mapping[str, WeightedSVD], budget: int, *, multiple: int = 1, form: FactorForm = "plain"
 ) -> dict[str, int | None]:
     """Return ranks with which the predicted loss is nearly the lowest, and None for a matrix that stays dense.
 
@@ -248,7 +248,13 @@ def allocate(
         multiple: ranks are multiples of this number.
         form: the form of the factors.
     """
-    options = {name: _list_options(svd, multiple, form) for name, svd in factors.items()}
+    options: dict[str, _Options] = {}
+    for name, svd in factors.items():
+        (m, n), costs = svd.shape, svd.costs()
+        largest = min(largest_rank(m, n, form), len(svd.values))
+        ranks = list(range(multiple, largest + 1, multiple)) or ([largest] if largest > 0 else [])
+        factored = ((factor_params(m, n, rank, form), costs[rank], rank) for rank in ranks)
+        options[name] = [*factored, (m * n, 0.0, None)]
     chosen = dict.fromkeys(options, 0)
     spent = sum(steps[0][0] for steps in options.values())
     heap = [step for name in options for step in _list_steps(options[name], 0, name)]
@@ -268,14 +274,6 @@ def allocate(
 
 _Options = list[tuple[int, float, int | None]]
 """(parameters, predicted loss, rank or None for dense) of a matrix, by rising parameters."""
-
-
-def _list_options(factors: WeightedSVD, multiple: int, form: Form) -> _Options:
-    m, n = factors.shape
-    costs = factors.costs()
-    largest = min(largest_rank(m, n, form), len(factors.values))
-    ranks = list(range(multiple, largest + 1, multiple)) or ([largest] if largest > 0 else [])
-    return [*((factor_params(m, n, rank, form), costs[rank], rank) for rank in ranks), (m * n, 0.0, None)]
 
 
 def _list_steps(options: _Options, chosen: int, name: str) -> list[tuple[float, str, int, int]]:

@@ -24,7 +24,7 @@ from llmdistill.errors import UserError
 from llmdistill.step.passes import HookSums, Passes, graded
 from llmdistill.students.install import tied_heads, token_embedding
 from llmdistill.students.kinds import Sigma
-from llmdistill.students.start.sampled import run_sampled
+from llmdistill.students.start.sampled import USUAL, Sampling, run_sampled
 from llmdistill.students.start.weighted import ridged
 from llmdistill.students.svd import determined, place_sigma, truncated_svd
 
@@ -57,11 +57,9 @@ class TableMoments:
 def measure_table(
     model: PreTrainedModel,
     batches: Iterable[Batch],
+    sampling: Sampling = USUAL,
     *,
-    gradients: bool = True,
-    seed: int = 0,
     reduce: Callable[[Tensor], object] | None = None,
-    rounds: int = 0,
 ) -> TableMoments:
     """Return the moments of a model's token embedding over the real tokens of batches, in fp32.
 
@@ -71,16 +69,9 @@ def measure_table(
     Raises:
         UserError: there is no token, or a moment is not finite.
     """
-    sums = run_sampled(
-        model,
-        [token_embedding(model)[0]],
-        batches,
-        lambda _: _TableSums(model, gradients),
-        reads=None,
-        gradients=gradients,
-        seed=seed,
-        passes=Passes(rounds=rounds, what="Calibrating the embedding"),
-    )
+    name, _ = token_embedding(model)
+    passes = Passes(rounds=sampling.rounds, what="Calibrating the embedding")
+    sums = run_sampled(model, [name], batches, lambda _: _TableSums(model, sampling.gradients), sampling, passes)
     if reduce is not None:
         for tensor in (sums.tokens, *sums.sums.values()):
             reduce(tensor)
@@ -129,13 +120,13 @@ class _TableSums(HookSums):
 
 
 @dataclass(frozen=True)
-class _Form:
+class _QuadraticForm:
     """Σ_v rows_v δ_v columns δ_vᵀ over the rows δ of an error (V, d), in fp64."""
 
     rows: Tensor
     columns: Tensor
 
-    def of(self, error: Tensor) -> float:
+    def at(self, error: Tensor) -> float:
         return float(self.rows @ ((error @ self.columns) * error).sum(dim=1))
 
 
@@ -177,7 +168,7 @@ def weighted_table(table: Tensor, moments: TableMoments, rank: int) -> WeightedT
         UserError: the moments have no entry over 0.
     """
     exact = table.double()
-    forms = _make_forms(exact, moments)
+    forms = _make_quadratic_forms(exact, moments)
     # The product of row and column weights that has the row sums and the mean matrix of the sum of the forms.
     scales = [form.columns.diagonal().mean() for form in forms]
     totals = [form.rows.sum() for form in forms]
@@ -190,11 +181,11 @@ def weighted_table(table: Tensor, moments: TableMoments, rank: int) -> WeightedT
     if len(forms) > 1:
         a, b = _alternate(exact, forms, b)
     power = 1 if moments.gradients is None else 2
-    cost = sum(form.of(exact - a @ b) for form in forms) / (2 * moments.tokens**power)
+    cost = sum(form.at(exact - a @ b) for form in forms) / (2 * moments.tokens**power)
     return WeightedTable(left=a.float(), right=b.float(), cost=cost, tokens=moments.tokens)
 
 
-def _make_forms(table: Tensor, moments: TableMoments) -> list[_Form]:
+def _make_quadratic_forms(table: Tensor, moments: TableMoments) -> list[_QuadraticForm]:
     """Return the damped forms for a table in fp64: one for the lookups, and one for a tied head."""
     vocabulary, width = table.shape
     ones, identity = table.new_ones(vocabulary), torch.eye(width, dtype=table.dtype, device=table.device)
@@ -208,12 +199,15 @@ def _make_forms(table: Tensor, moments: TableMoments) -> list[_Form]:
 
     lookups = damped_rows(moments.counts)
     if moments.head_inputs is None:
-        return [_Form(lookups, identity if moments.gradients is None else damped_columns(moments.gradients))]
+        return [_QuadraticForm(lookups, identity if moments.gradients is None else damped_columns(moments.gradients))]
     inputs = damped_columns(moments.head_inputs)
     if moments.gradients is not None and moments.head_outputs is not None:
-        return [_Form(lookups, damped_columns(moments.gradients)), _Form(damped_rows(moments.head_outputs), inputs)]
-    lookup_form, head_form = _Form(lookups, identity), _Form(ones, inputs)
-    return [lookup_form, _Form(lookup_form.of(table) / head_form.of(table) * ones, inputs)]
+        return [
+            _QuadraticForm(lookups, damped_columns(moments.gradients)),
+            _QuadraticForm(damped_rows(moments.head_outputs), inputs),
+        ]
+    lookup_form, head_form = _QuadraticForm(lookups, identity), _QuadraticForm(ones, inputs)
+    return [lookup_form, _QuadraticForm(lookup_form.at(table) / head_form.at(table) * ones, inputs)]
 
 
 def _check_positive(moment: Tensor) -> Tensor:
@@ -225,12 +219,12 @@ def _check_positive(moment: Tensor) -> Tensor:
     return moment
 
 
-def _alternate(table: Tensor, forms: list[_Form], b: Tensor) -> tuple[Tensor, Tensor]:
+def _alternate(table: Tensor, forms: list[_QuadraticForm], b: Tensor) -> tuple[Tensor, Tensor]:
     """Minimize the sum of two forms by alternating least squares, from B on; no half-step raises the cost."""
     # Scaled so that both matrices have the same trace, because their sum is decomposed.
     (p, g), (q, c) = ((form.rows * form.columns.trace(), form.columns / form.columns.trace()) for form in forms)
     outer, column_shares = _diagonalize_both(g, c)
-    energy = sum(form.of(table) for form in forms)
+    energy = sum(form.at(table) for form in forms)
     before = energy
     for _ in range(ROUNDS):
         # Row v of A solves A_v (p_v B G Bᵀ + q_v B C Bᵀ) = E_v (p_v G + q_v C) Bᵀ.

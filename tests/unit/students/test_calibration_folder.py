@@ -11,7 +11,7 @@ from damage import damage, kinds
 from safetensors.torch import save_file
 
 from llmdistill.errors import UserError
-from llmdistill.students.start.calibration_folder import RECORD, KeptFactors
+from llmdistill.students.start.calibration_folder import RECORD, SavedFactors
 from llmdistill.students.start.weighted import WeightedSVD
 
 NAME = "layers.0.mlp.up_proj"
@@ -28,40 +28,40 @@ def factors() -> WeightedSVD:
 
 def test_factors_come_back_exactly_or_their_damaged_file_is_named(tmp_path):
     folder, put = tmp_path / "a" / "b", factors()
-    kept = KeptFactors(folder, {"seed": 0})
+    kept = SavedFactors(folder, {"seed": 0})
     assert NAME not in kept
     with pytest.raises(KeyError):
         kept[NAME]
     kept[NAME] = put
-    again = KeptFactors(folder, {"seed": 0})
+    again = SavedFactors(folder, {"seed": 0})
     assert list(again) == [NAME]
     torch.testing.assert_close(vars(again[NAME]), vars(put), rtol=0, atol=0)
     files = [each for (each, *_) in kinds(folder).values()]
     assert len(files) == 3
     for file in files:
         with damage(file), pytest.raises(UserError, match=re.escape(str(file))):
-            KeptFactors(folder, {"seed": 0})[NAME]
+            SavedFactors(folder, {"seed": 0})[NAME]
 
 
 def test_a_folder_of_another_measurement_or_of_something_else_is_refused(tmp_path):
-    KeptFactors(tmp_path / "kept", {"seed": 0})
+    SavedFactors(tmp_path / "kept", {"seed": 0})
     with pytest.raises(UserError, match="of another measurement: seed was 0 and is now 1"):
-        KeptFactors(tmp_path / "kept", {"seed": 1})
+        SavedFactors(tmp_path / "kept", {"seed": 1})
     (tmp_path / "file").write_bytes(b"")
     for other in (tmp_path, tmp_path / "file"):
         with pytest.raises(UserError, match="is not empty and holds no statistics; choose another folder"):
-            KeptFactors(other, {})
+            SavedFactors(other, {})
 
 
 def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_path, monkeypatch):
-    kept, during = KeptFactors(tmp_path, {}), []
+    kept, during = SavedFactors(tmp_path, {}), []
 
     def save(tensors, path, words):
         own = path.parent
         dead = own.with_name(f"{own.name[:-13]}abcdefgh.part")  # nobody has locked it
         dead.mkdir()
         (dead / path.name).write_bytes(b"half")
-        KeptFactors(tmp_path, {})
+        SavedFactors(tmp_path, {})
         during.extend(each.name for each in own.parent.iterdir() if each.is_dir())
         save_file(tensors, path, words)
 
@@ -74,7 +74,7 @@ def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_pa
 
 
 def test_factors_that_are_there_after_a_kill_have_their_entry(tmp_path, monkeypatch):
-    kept, write = KeptFactors(tmp_path, {}), os.replace
+    kept, write = SavedFactors(tmp_path, {}), os.replace
 
     def killed(part, file):
         if str(file).endswith(f"{NAME}.json"):
@@ -84,4 +84,4 @@ def test_factors_that_are_there_after_a_kill_have_their_entry(tmp_path, monkeypa
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         kept[NAME] = factors()
-    assert NAME not in KeptFactors(tmp_path, {}), "nothing would show that these factors are whole"
+    assert NAME not in SavedFactors(tmp_path, {}), "nothing would show that these factors are whole"

@@ -1,4 +1,4 @@
-"""Second moments and costs of cuts, against loops over tokens with transformers' own forward pass."""
+"""Second moments and predicted losses of cuts, against loops over tokens with transformers' own forward pass."""
 
 import copy
 import gc
@@ -19,9 +19,9 @@ from llmdistill.students.counting import layer_linears
 from llmdistill.students.install import matrix, tied_heads, token_embedding
 from llmdistill.students.merge import merge
 from llmdistill.students.start import sampled as module
-from llmdistill.students.start.cuts import cut, cut_costs, divergences
+from llmdistill.students.start.cuts import cut, divergences, predict_losses
 from llmdistill.students.start.moments import measure_moments
-from llmdistill.students.start.sampled import watch_reads
+from llmdistill.students.start.sampled import Sampling, watch_reads
 from llmdistill.students.start.weigh import weigh
 from llmdistill.students.start.weighted import weighted_svd
 from llmdistill.students.start.weighted_embedding import measure_table
@@ -81,7 +81,7 @@ def test_moments_are_those_of_a_loop_over_tokens(make, monkeypatch):
     model, batch = make(), make_batch()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     names = list(layer_linears(model))
-    found = measure_moments(model, names, [batch], seed=3)
+    found = measure_moments(model, names, [batch], Sampling(seed=3))
     assert set(found) == set(names)
     assert not any(each._forward_hooks for each in model.modules())
     for name in names:
@@ -111,7 +111,7 @@ def test_moments_of_a_bf16_model_are_summed_in_fp32():
     """Of the gradients only the type is compared: rounding changes some of the sampled labels."""
     model, batches = llama(), [make_batch((40,) * 10, first_id=10 * number) for number in range(10)]
     names = list(layer_linears(model))
-    whole = measure_moments(model, names, batches, gradients=False)
+    whole = measure_moments(model, names, batches, Sampling(gradients=False))
     rounded = measure_moments(model.bfloat16(), names, batches)
     for name in names:
         assert rounded[name].inputs.dtype == rounded[name].gradients.dtype == torch.float32
@@ -139,7 +139,7 @@ def test_layers_that_are_computed_again_give_the_same(make, monkeypatch):
     for name in names:
         weight = matrix(model.get_submodule(name)).detach()
         factors[base_name(model, name)] = weighted_svd(weight, whole[name], min(weight.shape))
-    costs = cut_costs(model, factors, [make_batch()])
+    costs = predict_losses(model, factors, [make_batch()])
     calls = []
     for layer in model.base_model.get_submodule(layers_name(model)):
         layer.register_forward_pre_hook(lambda layer, _: calls.append(id(layer)))
@@ -152,7 +152,7 @@ def test_layers_that_are_computed_again_give_the_same(make, monkeypatch):
         for name in names:
             assert torch.equal(found[name].inputs, whole[name].inputs)
             assert torch.equal(found[name].gradients, whole[name].gradients)
-        torch.testing.assert_close(cut_costs(model, factors, [make_batch()]), costs, rtol=0, atol=0)
+        torch.testing.assert_close(predict_losses(model, factors, [make_batch()]), costs, rtol=0, atol=0)
         assert not any("forward" in vars(layer) for layer in model.modules())
 
 
@@ -184,7 +184,9 @@ def test_other_heads_are_sampled_as_their_output_is(kind, name, loss):
 
 def test_the_seed_draws_other_labels_and_no_moment_outlives_what_is_returned():
     name = "model.layers.0.mlp.up_proj"
-    one, same, other = (measure_moments(llama(), [name], [make_batch()], seed=seed)[name] for seed in (0, 0, 1))
+    one, same, other = (
+        measure_moments(llama(), [name], [make_batch()], Sampling(seed=seed))[name] for seed in (0, 0, 1)
+    )
     assert torch.equal(one.gradients, same.gradients)
     assert not torch.allclose(one.gradients, other.gradients, rtol=1e-2)
     kept = weakref.ref(one.gradients)
@@ -207,7 +209,10 @@ def test_data_without_tokens_and_numbers_that_are_not_finite_are_refused():
 @pytest.mark.parametrize("model", [llama(tie_word_embeddings=True), llama(), bert()], ids=["tied", "", "bert"])
 def test_moments_of_embeddings_are_those_of_a_loop_over_tokens(model):
     batch = make_batch()
-    found, without = measure_table(model, [batch], seed=3), measure_table(model, [batch], gradients=False)
+    found, without = (
+        measure_table(model, [batch], Sampling(seed=3)),
+        measure_table(model, [batch], Sampling(gradients=False)),
+    )
     counts = batch.input_ids[batch.attention_mask.bool()].bincount(minlength=20).float()
     assert found.tokens == 14
     assert torch.equal(found.counts, counts)
@@ -326,26 +331,26 @@ def at_rank(costs, rank):
     return {name: float(each[rank]) for name, each in costs.items()}
 
 
-def test_the_costs_of_cuts_are_those_of_each_cut_alone():
+def test_the_predicted_losses_are_those_of_each_cut_alone():
     model, _, student = prepared("1 classes")
     factors = whole_factors(model)
-    found = cut_costs(model, factors, TRIED)
+    found = predict_losses(model, factors, TRIED)
     expected = naive_costs(student, model, TRIED)
     assert at_rank(found, 3) == {name: pytest.approx(cost, rel=1e-3, abs=1e-9) for name, cost in expected.items()}
     assert set(at_rank(found, -1).values()) == {0.0}, "the full rank loses nothing"
     # Two ranks sum their shares; here the other rank has the same data twice as often.
-    again = cut_costs(model, factors, TRIED, reduce=lambda sums: sums.mul_(3))
+    again = predict_losses(model, factors, TRIED, reduce=lambda sums: sums.mul_(3))
     assert at_rank(again, 3) == pytest.approx(at_rank(found, 3))
     assert not any(each._forward_hooks for each in model.modules())
 
 
-def test_the_costs_of_cuts_average_over_sampled_labels():
+def test_the_predicted_losses_average_over_sampled_labels():
     model, _, student = prepared("llama")
     factors = whole_factors(model)
     batch, count = make_batch(LENGTHS), 100
     ids, mask, labels = (each.repeat(count, 1) for each in (batch.input_ids, batch.attention_mask, batch.labels))
     often = Batch(ids, mask, labels, sample_ids=tuple((row,) for row in range(len(ids))))  # each has labels of its own
-    found = at_rank(cut_costs(model, factors, [often]), 3)
+    found = at_rank(predict_losses(model, factors, [often]), 3)
     for name, expected in naive_costs(student, model, [batch]).items():
         assert found[name] == pytest.approx(expected, rel=0.3), name
 

@@ -18,9 +18,9 @@ from llmdistill.students.convert import compress_model
 from llmdistill.students.counting import layer_linears, layer_stacks
 from llmdistill.students.install import matrix
 from llmdistill.students.start import sampled
-from llmdistill.students.start.cuts import cut, cut_costs
+from llmdistill.students.start.cuts import cut, predict_losses
 from llmdistill.students.start.moments import measure_moments
-from llmdistill.students.start.sampled import watch_reads
+from llmdistill.students.start.sampled import Sampling, watch_reads
 from llmdistill.students.start.weigh import weigh
 from llmdistill.students.start.weighted import Weighted, WeightedSVD, weighted_svd
 
@@ -116,12 +116,12 @@ def calls_of(model: Any, batch: Batch, seed: int = 0) -> list[dict[str, list[tup
 
 
 def check(model: Any, lengths: tuple[int, ...] = (6, 3, 5)) -> None:
-    """Compare C, G and the costs of cuts."""
+    """Compare C, G and predicted losses of cuts."""
     batch = make_batch(lengths)
     names = list(layer_linears(model))
     rows = calls_of(model, batch, 3)
     called = [each for each in names if any(y.any() for row in rows for _, y in row[each])]
-    found = measure_moments(model, names, [batch], seed=3)
+    found = measure_moments(model, names, [batch], Sampling(seed=3))
     assert set(found) == set(called)
     factors = {}
     for each in called:
@@ -136,7 +136,7 @@ def check(model: Any, lengths: tuple[int, ...] = (6, 3, 5)) -> None:
         weight = matrix(model.get_submodule(each)).detach()
         factors[base_name(model, each)] = weighted_svd(weight, found[each], min(weight.shape))
     assert found[called[0]].tokens == sum(lengths)
-    costs = cut_costs(model, factors, [batch], seed=3)
+    costs = predict_losses(model, factors, [batch], Sampling(seed=3))
     for each, factor in factors.items():
         full = next(one for one in called if base_name(model, one) == each)
         expected = naive_costs(factor, [row[full] for row in rows]) / sum(lengths)

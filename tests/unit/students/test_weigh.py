@@ -13,10 +13,11 @@ from llmdistill.students.counting import count_parameters, layer_linears
 from llmdistill.students.sizes import summarize
 from llmdistill.students.start import measure, sampled
 from llmdistill.students.start import weigh as module
-from llmdistill.students.start.calibration_folder import KeptFactors
-from llmdistill.students.start.cuts import cut_costs
+from llmdistill.students.start.calibration_folder import SavedFactors
+from llmdistill.students.start.cuts import predict_losses
 from llmdistill.students.start.measure import GIB, deal, plan_passes
-from llmdistill.students.start.weigh import choose_ranks, measured, weigh
+from llmdistill.students.start.sampled import Sampling
+from llmdistill.students.start.weigh import choose_ranks, measure_factors, weigh
 
 from support import in_memory
 
@@ -99,8 +100,8 @@ def test_weighting_keeps_more_of_the_loss(llama, method, size, of_activations, o
 
 def test_ranks_follow_what_cuts_were_measured_to_cost(llama):
     chosen, data = FactorizeConfig(**BY_LOSS), batches(8, 1)
-    first = choose_ranks(llama.config, chosen, measured(in_memory(llama, data), chosen))
-    costs = cut_costs(llama, first.factors, data, seed=2**31)  # on 64 examples
+    first = choose_ranks(llama.config, chosen, measure_factors(in_memory(llama, data), chosen))
+    costs = predict_losses(llama, first.factors, data, Sampling(seed=2**31))  # on 64 examples
     found = weighed(llama, chosen)
     assert found.ranks != first.ranks
     for name, rank in first.ranks.items():
@@ -114,7 +115,7 @@ def test_the_better_ranks_on_held_out_data_are_taken(llama, monkeypatch):
     for name, given in (("loss", BY_LOSS), ("uniform", one_rank)):
         assert found.held_out[name] == pytest.approx(naive_divergence(student_of(llama, **given), llama), rel=1e-3)
     assert found.held_out["loss"] < found.held_out["uniform"]
-    monkeypatch.setattr(measure, "COST_TOKENS", 6)  # a decoder is judged by the first tokens of each row
+    monkeypatch.setattr(measure, "LOSS_TOKENS", 6)  # a decoder is judged by the first tokens of each row
     judged = weigh(in_memory(llama, batches(8, 1), batches(4, 9)), FactorizeConfig(**BY_LOSS))
     student = compress_model(llama, FactorizeConfig(**BY_LOSS), weighted=judged)
     assert judged.held_out["loss"] == pytest.approx(naive_divergence(student, llama, first=6), rel=1e-3)
@@ -167,7 +168,7 @@ def test_no_data_and_what_kronecker_cannot_use_are_refused_before_any_work(llama
         compress_model(llama, FactorizeConfig(shapes={"*": "4x4"}, weighting="gradients"), "kronecker")
     source = in_memory(llama, [])
     object.__setattr__(source, "batches", lambda: pytest.fail("the data are read"))
-    object.__setattr__(source, "kept", lambda: KeptFactors(tmp_path, {}))
+    object.__setattr__(source, "saved", lambda: SavedFactors(tmp_path, {}))
     for given, said in (
         ({"target_params": "50%"}, "target_params 50% with the method kronecker needs the weights"),
         ({"shapes": {"*": "8x8"}, "rank_multiple": 8}, "rank_multiple is a setting of the method svd"),
