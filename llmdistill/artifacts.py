@@ -42,6 +42,7 @@ def plain(value: Any) -> Any:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Return the settings in which two records differ; the settings of the old record come first."""
+    # As JSON makes them, because one of the two was read from a file, where a tuple is a list.
     return _differences(plain(old), plain(new), "")
 
 
@@ -77,7 +78,7 @@ def find_record(file: Path, keys: Mapping[str, Any] | None = None) -> tuple[dict
         return None, None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # too many levels
         return None, f"{file}: not valid JSON"
     except OSError as error:
         return None, f"{file}: it cannot be read ({error.strerror})"
@@ -139,6 +140,7 @@ def entries_damage(folder: Path, entries: Mapping[str, Any], part: slice = slice
         if is_outside(folder, name):
             return f"{folder}: its record names {name!r}, which lies outside of the folder"
     files = [(folder / name, entries[name]) for name in sorted(entries)[part]]
+    # A file of another size shows at once; to hash those before it may take minutes.
     cut = next((path for path, entry in files if os.path.isfile(path) and path.stat().st_size != entry["bytes"]), None)
     ordered = sorted(files, key=lambda file: file[0] != cut)
     return next((damage for path, entry in ordered if (damage := file_damage(path, entry)) is not None), None)

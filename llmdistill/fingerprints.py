@@ -150,6 +150,7 @@ def _spread(start: int, size: int) -> list[tuple[int, int]]:
 
 def _tensor_places(file: BinaryIO, size: int, path: Path) -> list[tuple[int, int]]:
     """Return the parts of a safetensors file that are read, the header and tensor samples, as (start, bytes)."""
+    # The file begins with the length of its header, in 8 bytes.
     length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else _LONGEST_HEADER
     if length > min(size - 8, _LONGEST_HEADER):
         raise UserError(f"{path}: not a whole safetensors file: copy or download it again")
@@ -160,6 +161,7 @@ def _tensor_places(file: BinaryIO, size: int, path: Path) -> list[tuple[int, int
     try:
         header = json.loads(file.read(length))
         tensors = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        # Evenly spaced samples may miss small tensors, so every tensor gives one more.
         for begin, end in tensors:
             if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= body):
                 raise ValueError("a tensor lies outside of the file")

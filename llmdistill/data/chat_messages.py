@@ -123,6 +123,7 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
     if not isinstance(message, Mapping):
         raise UserError(f"{where} is {excerpt(message)}; give an object with role and content")
     fields = {key: value for key, value in message.items() if value is not None}
+    # Both names are popped, so that neither is left among the fields that the template reads.
     role, content = (
         fields.pop(key, fields.pop(other, None)) for key, other in (("role", "from"), ("content", "value"))
     )

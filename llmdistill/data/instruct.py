@@ -109,6 +109,7 @@ def encode_prompts(
             unless may_be_empty.
     """
     check_chat_keys(examples, limits.prompt)
+    # One call for all chats and one for all others: a tokenizer is many times faster with a list of texts.
     plain = [
         render_prompt(example, prompt=limits.prompt) for example in examples if not is_chat(example, limits.prompt)
     ]

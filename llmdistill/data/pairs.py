@@ -83,7 +83,7 @@ def encode_pairs(
     """
     if not examples:
         return []
-    is_pair = examples[0].sentence2 is not None
+    is_pair = examples[0].sentence2 is not None  # a set has sentences or pairs, never both
     marks = tokenizer.num_special_tokens_to_add(pair=is_pair)
     if max_length < marks + 1 + is_pair:
         raise UserError(f"max_length is {max_length}: the tokenizer's own marks take {marks}; give more, 128 is usual")

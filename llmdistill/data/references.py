@@ -43,6 +43,7 @@ def parts_of(reference: str | Path) -> list[Part]:
     if not text:
         raise UserError("the name of a data set is empty; name a file, or leave the setting out")
     names, parts = _COMMA.split(text), list[Part]()
+    # A call with a text in place of its file is likely; the text has line ends, or is longer than any name.
     if "\n" in text or any(
         len(piece.encode(errors="replace")) > _LONGEST_NAME for name in names for piece in name.split("/")
     ):
@@ -87,6 +88,7 @@ def local_files(reference: str) -> list[Path] | None:
     path = locate_data(reference)
     if not os.path.isdir(path):
         return [path] if os.path.exists(path) else None
+    # What `save_to_disk` of the datasets library writes: a DatasetDict, then a Dataset.
     if (path / "dataset_dict.json").is_file():
         splits = sorted(subfolder.name for subfolder in path.iterdir() if subfolder.is_dir())
         raise UserError(f"{reference}: the folder of the splits {', '.join(splits)}; give the folder of one of them")

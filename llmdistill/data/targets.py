@@ -119,7 +119,7 @@ def encode_targets(
     items, cut_sources, cut_targets = [], 0, 0
     for example, source, hint, target in zip(examples, sources, hints, targets, strict=True):
         after_source = [marks.end] if example.hint is None else [marks.end, *hint, marks.end]
-        room = max_source - 1 - len(after_source)
+        room = max_source - 1 - len(after_source)  # 1 for the start token
         if room < 1:
             raise UserError(
                 f"the source is cut to {max_source} tokens (data.max_length less data.task.writing.max_length), but "
@@ -192,5 +192,6 @@ class MaskedTargets:
             collate_targets(items, self._marks),
             input_ids=pad_rows(rows, self._marks.padding),
             labels=pad_rows(labels, IGNORE_INDEX),
+            # Of the masked rows, which are what a teacher reads.
             sample_ids=tuple((sample_id(row),) for row in rows),
         )

@@ -94,6 +94,7 @@ class ModelServer:
                     raise UserError(f"{self.name}: it refuses {what}: {reason}; {remedy}") from error
             # Give up at once on a signal, or at the end of the program: other ranks and the shell wait for this one.
             is_over = signals.first_signal() != 0 or not threading.main_thread().is_alive()
+            # An answer to any other request also shows that the server is there.
             if time.monotonic() - max(began, self._answered) >= self._wait or is_over:
                 self._loss = reason
                 break

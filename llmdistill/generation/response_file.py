@@ -83,8 +83,9 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
             compare_records(same, request, subject=subject, remedy="choose another --output")
             if file_sha256(output) != record.get("output_sha256"):
                 raise UserError(f"{output} was changed after it was generated; choose another --output, or remove it")
-            shutil.rmtree(parts, ignore_errors=True)
+            shutil.rmtree(parts, ignore_errors=True)  # they are left if a kill came after the record
             return True
+        # With an earlier request the command was killed before the record was written; both are written again.
         if earlier_request is None:
             raise UserError(
                 f"{output} exists and has no {provenance_file(output).name}: `llmdistill generate` did not write it; "

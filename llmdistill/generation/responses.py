@@ -38,6 +38,7 @@ from llmdistill.progress import Activity
 from llmdistill.runtime.devices import TORCH_DTYPES, choose_dtype, installed_versions
 from llmdistill.runtime.distributed import World, barrier, on_main
 
+# vLLM schedules prompts itself, so its batch is only what an interruption may lose.
 _BATCH_SIZES = {"hf": 32, "vllm": 1024}
 
 

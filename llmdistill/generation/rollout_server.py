@@ -155,7 +155,7 @@ class ServerWriter:
     def _send_weights(self) -> None:
         on_main(lambda: shutil.rmtree(self.folder, ignore_errors=True))
         self.save(self.folder)
-        self._stamp = on_main(lambda: uuid.uuid4().hex)
+        self._stamp = on_main(lambda: uuid.uuid4().hex)  # the same on every rank
         on_main(lambda: self.server.take_weights(self.folder, str(self._stamp)))
 
 

@@ -48,7 +48,7 @@ def _find_obstacle(model: str | Path, no_repeat_ngram_size: int, world_size: int
     """Return why vLLM cannot run this request and what the user can do, or None if vLLM can run it."""
     if world_size > 1:
         return f"vLLM drives all GPUs from one process; start the command without --num_gpus, or take {key} hf"
-    if importlib.util.find_spec("vllm") is None:
+    if importlib.util.find_spec("vllm") is None:  # looked up only, because its import takes seconds
         return f"vLLM is not installed here; pip install vllm, or take {key} hf"
     if not torch.cuda.is_available():
         return f"there is no GPU that torch can use; take {key} hf"
