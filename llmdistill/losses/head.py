@@ -108,16 +108,17 @@ def token_losses(
         gradients = _Gradients.of(student, needs, exact)
         sums = torch.zeros_like(factors)
         buffer = head.rows.new_empty(2 * half, _vocabulary_size(head))
-        for start in range(0, len(head.rows), 2 * half or 1):
-            logits_NV = _compute_logits(head, slice(start, start + 2 * half), buffer)
-            for part_NV in logits_NV.split(half):
-                here = slice(start, start + len(part_NV))
+        for start in range(0, len(head.rows), 2 * half or 1):  # a step of 0, for no rows, would be an error
+            chunk_rows = slice(start, min(start + 2 * half, len(head.rows)))
+            logits_NV = _compute_logits(head, chunk_rows, buffer)
+            for first in range(start, chunk_rows.stop, half):
+                here = slice(first, min(first + half, chunk_rows.stop))
                 of_teacher = None if teacher_at is None else teacher_at(here)
+                part_NV = logits_NV[first - start : here.stop - start]
                 sums += chunk_losses(
                     part_NV, of_teacher, labels_N[here], terms, inner_factors, with_gradient=any(needs)
                 )
-                start = here.stop
-            gradients.add(head, logits_NV, slice(start - len(logits_NV), start))
+            gradients.add(head, logits_NV, chunk_rows)  # chunk_losses has replaced the logits by derivatives
         total = (sums * factors).sum()
     return TokenLosses(_KnownGradients.apply(total, gradients, unit, *student), sums)
 

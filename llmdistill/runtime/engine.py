@@ -88,6 +88,7 @@ def student_ds_config(
     optimizer = resolved["optimizer"]
     if "type" not in optimizer:
         optimizer["type"] = "AdamW"
+        # torch's AdamW needs no compiler, but DeepSpeed offloads the state of its own alone.
         optimizer["params"]["torch_adam"] = "offload_optimizer" not in resolved.get("zero_optimization", {})
     if optimizer["params"].get("torch_adam") and "foreach" not in optimizer["params"]:
         # One pass over the parameters; on a CPU torch's default implementation takes ten times as long.

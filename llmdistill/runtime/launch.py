@@ -132,7 +132,7 @@ def run_ranks(command: Sequence[str], count: int) -> None:
         if ranks[0].returncode > 0:
             raise SystemExit(128 + caught[0])  # rank 0 was ready for the signal, and has said so
         raise Stopped(caught[0])
-    raise SystemExit(code if code >= 0 else 128 - code)
+    raise SystemExit(code if code >= 0 else 128 - code)  # as a shell says that a signal has ended a process
 
 
 def _first_code(ranks: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -44,7 +44,7 @@ class NodeRanks:
 
     def claim_report(self) -> bool:
         """Return whether this rank is the one of its node that says why the run ends: the first that calls this."""
-        os.write(self._words, b".")
+        os.write(self._words, b".")  # appends: the position is then behind this byte and all those before it
         return os.lseek(self._words, 0, os.SEEK_CUR) == 1
 
     def report_lost_ranks(self) -> bool:

@@ -58,7 +58,7 @@ def handling() -> Iterator[None]:
     global _state
     _state = state = _State()
     reader, writer = socket.socketpair()
-    writer.setblocking(False)
+    writer.setblocking(False)  # a signal handler must not wait, and set_wakeup_fd takes nothing else
     before = set_handlers(_handle)
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_listen, args=(reader, state), name="signals", daemon=True).start()

@@ -105,9 +105,11 @@ def _end_rank(error: BaseException) -> int:
         said = f"rank {rank} failed: {_out_of_memory(error) or _name(error)}"
     if own or isinstance(error, UserError):
         _write_error_file(said)
+    # Rank 0 mostly raises the same and says it, and the launcher ends this rank while it waits.
     if rank != 0 and isinstance(error, UserError | RankError):
         _wait_for_launcher()
     first = node is None or node.claim_report()
+    # It may have lost a rank of this node, whose process ends a moment after its connections.
     if lost and first and node is not None:
         said = node.describe_lost_ranks(_HEARING_SECONDS) or said
     sys.stdout.flush()
@@ -118,7 +120,7 @@ def _end_rank(error: BaseException) -> int:
         _wait_for_launcher()
     ranks = sys.modules.get("torch.distributed")
     if ranks is not None and ranks.is_initialized() and ranks.get_world_size() > 1:
-        os._exit(code)
+        os._exit(code)  # to leave the group would wait for the other ranks
     return code
 
 

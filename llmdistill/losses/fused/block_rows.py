@@ -56,6 +56,7 @@ def hidden_keys(mask: AttentionMask, rows: slice, keys: slice, *, one_segment: b
     """
     causal, window, segments_ST = mask.causal, mask.window, mask.segments_BT
     only_causal = causal and one_segment and window is None and not mask.has_limits
+    # Every query of the block sees the keys before its first query, so that only the block's end needs a bias.
     first = rows.start - keys.start if only_causal else 0
     hidden: list[Tensor] = []
     if not one_segment:
@@ -108,7 +109,8 @@ def row_losses(
         _, z_teacher = _exponentiate(t, most_teacher, out=t)
         mean = d.mul_(e).sum(-1, keepdim=True) / z_student
         if derivative:
-            s.addcmul_(e, mean, value=-1)
+            s.addcmul_(e, mean, value=-1)  # s holds e d
+        # log Z = maximum + log z.
         value = mean - (most_student - most_teacher) - (z_student.log() - z_teacher.log())
         return RowLosses(value, z_student.reciprocal())
     # KL(T‖S) = Σ_j q_j (t_j - s_j) - log Z_T + log Z_S with q the teacher's attention; its derivative is p - q.
@@ -117,7 +119,7 @@ def row_losses(
     e, z_teacher = _exponentiate(t, most_teacher, out=t)
     mean = d.mul_(e).sum(-1, keepdim=True) / z_teacher
     if derivative:
-        s.addcmul_(e, z_student / z_teacher, value=-1)
+        s.addcmul_(e, z_student / z_teacher, value=-1)  # times 1 / z_student this is p - q
     value = mean - (most_teacher - most_student) - (z_teacher.log() - z_student.log())
     return RowLosses(value, z_student.reciprocal())
 

@@ -182,6 +182,7 @@ class _Strip:
         out_NXJ = out.view(*queries_NXD.shape[:2], -1)
         key_NDJ = self.key_NTD[:, keys].mT
         if self.operands == self.dtype:
+            # With beta 0 the product overwrites `out`, and alpha scales it without another pass.
             torch.baddbmm(out_NXJ, queries_NXD, key_NDJ, beta=0, alpha=self.scaling, out=out_NXJ)
         else:
             torch.mul(product(queries_NXD, key_NDJ, self.dtype), self.scaling, out=out_NXJ)
@@ -202,6 +203,7 @@ class _StripGradient:
         self.both = of_query is of_key
         self.of_query_SHTD = None if of_query is None else of_query[sequences, heads]
         self.of_key_SGTD = None if of_key is None else of_key[sequences, strip.groups]
+        # Summed over all blocks of queries, in at least fp32; `finish` rounds it once.
         self.by_key_NTD = None if of_key is None else torch.zeros_like(strip.key_NTD, dtype=strip.dtype)
 
     def add(self, derivative_SHLJ: Tensor, factor_SHL1: Tensor, queries_NXD: Tensor, rows: slice, keys: slice) -> None:
@@ -233,6 +235,7 @@ class _StripGradient:
         if self.of_key_SGTD is not None and self.by_key_NTD is not None:
             by_key_SGTD = self.by_key_NTD.view(self.of_key_SGTD.shape)
             if self.strip.real_S1T1 is not None:
+                # A hidden key keeps a share of exp(_NOTHING), which padding must not show as a gradient.
                 by_key_SGTD = torch.where(self.strip.real_S1T1, by_key_SGTD, 0.0)
             self.of_key_SGTD.copy_(by_key_SGTD)
 

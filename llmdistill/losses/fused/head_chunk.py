@@ -44,7 +44,7 @@ def chunk_losses(
     if isinstance(teacher_NV, SpanRows):
         return _span_chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
     known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
-    fits = known and available(student_NV.device) and student_NV.element_size() <= 4
+    fits = known and available(student_NV.device) and student_NV.element_size() <= 4  # kernels compute in fp32
     if fits and not isinstance(teacher_NV, TopK):  # the kernels know no classes of tokens
         from llmdistill.losses.fused import triton_head  # importing it requires Triton
 
@@ -123,7 +123,7 @@ def _block_losses(
     gradient = torch.zeros_like(student) if with_gradient else None
     sums = torch.zeros_like(factors)
     temperatures = [1.0 if term.divergence is None else term.temperature for term in terms]
-    for temperature in dict.fromkeys(temperatures):
+    for temperature in dict.fromkeys(temperatures):  # terms with the same temperature share the softmax
         log_q = (student / temperature).log_softmax(-1)
         floored_log_q = log_q.clamp(min=LOG_FLOOR)
         here = [i for i in range(len(terms)) if temperatures[i] == temperature]
@@ -151,7 +151,7 @@ def _block_losses(
                 derivative = term.divergence.derivative(compared.log_p, compared.log_q)
                 if compared.tokens is not None:
                     derivative = spread(derivative, log_q, compared.log_q, compared.tokens)
-                derivative.masked_fill_(log_q < LOG_FLOOR, 0.0)
+                derivative.masked_fill_(log_q < LOG_FLOOR, 0.0)  # a floored log-probability is a constant
                 derivatives.add_(derivative.mul_(factors[i] * (term.scale / temperature)))
         if gradient is not None and derivatives is not None:
             gradient.add_(derivatives).sub_(log_q.exp_().mul_(derivatives.sum(-1, keepdim=True)))
@@ -247,6 +247,7 @@ class _FewExponentials:
             p, p_total = _exponentiate(teacher, self.temperature, out=for_p)
             if FORWARD_KL in kinds:
                 mean_gap = torch.sub(teacher, student, out=for_q).mul_(p).sum(-1, keepdim=True) / p_total
+                # Σ p (z_T - z_S) / t - log Z_T; log Z_S of the student is added to all values below.
                 values[FORWARD_KL] = mean_gap / self.temperature - p_total.log()
             if SOFT_CROSS_ENTROPY in kinds:
                 mean = torch.mul(p, student, out=for_q).sum(-1, keepdim=True) / p_total
@@ -254,7 +255,7 @@ class _FewExponentials:
             q, q_total = _exponentiate(student, self.temperature, out=for_q)
             for kind in values:
                 values[kind] += q_total.log()
-                if not (values[kind] < _DOUBTFUL).all():
+                if not (values[kind] < _DOUBTFUL).all():  # also for NaN
                     return None
         shared = kinds != {None} and self.temperature == 1
         if None in kinds:

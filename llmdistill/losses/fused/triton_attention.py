@@ -84,6 +84,7 @@ def attention_loss(
                 query_gradient[row_grid](gradient_ptr=of_query, factor=factor, **common)
             if of_key is not None:
                 key_gradient[column_grid](gradient_ptr=of_key, factor=factor, **common)
+    # One tensor on both sides: its gradient is the sum of what both kernels wrote.
     if both and of_query is not None and of_key is not None:
         of_query, of_key = of_query + of_key, None
     return BlockLoss(statistics[0].sum() / heads, of_query, of_key)

@@ -46,7 +46,7 @@ def load_keys(model, batch, head, heads, column, segment, PADDED: tl.constexpr):
 @triton.jit
 def _load(ptr, stride, position, segment, width, PADDED: tl.constexpr):
     feature = tl.arange(0, PADDED)
-    at = position.to(tl.int64)[:, None] * stride + feature[None, :]
+    at = position.to(tl.int64)[:, None] * stride + feature[None, :]  # positions times strides may exceed 2³¹
     return tl.load(ptr + at, mask=(segment != 0)[:, None] & (feature < width)[None, :], other=0.0)
 
 
@@ -111,7 +111,7 @@ def derivatives(student, teacher, seen, statistics_ptr, row, tokens, queries, KI
     if KIND == "score_mse":
         derivative = 2 * (student - teacher) / first
     else:
-        log_p = student - first
+        log_p = student - first  # first is the log-sum-exp of the student's row
         log_q = teacher - tl.load(statistics_ptr + 2 * queries + row, mask=row < tokens, other=0.0)[:, None]
         if KIND == "student_teacher":
             loss = tl.load(statistics_ptr + row, mask=row < tokens, other=0.0)[:, None]
@@ -222,6 +222,7 @@ def row_values(
         else:
             loss = total / teacher_sum + (student_divisor - teacher_divisor)
     at = statistics_ptr + pair.to(tl.int64) * tokens + row
+    # A row of padding has seen no key: its divisors are log 0, and its loss is NaN.
     tl.store(at, tl.where(row_segment != 0, loss, 0.0), mask=row < tokens)
     tl.store(at + queries, student_divisor, mask=row < tokens)
     tl.store(at + 2 * queries, teacher_divisor, mask=row < tokens)
@@ -321,6 +322,7 @@ def key_gradient(
         first = tl.maximum(first, tl.program_id(1) * COLUMNS)
     if WINDOWED:
         last = tl.minimum(last, (tl.program_id(1) + 1) * COLUMNS - 1 + window)
+    # One program sums over all query heads of its key head, so that no two programs add to one gradient.
     for member in range(heads_a_group):
         head = first_head + member
         teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
