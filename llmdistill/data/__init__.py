@@ -4,6 +4,6 @@ Instructions pass through `references` (which files), `sources` and `readers` (r
 (examples), `prompts` and `chats` (texts), `instruct` (tokens), `stored_examples` or `stream`, `sampler` (which examples
 a step has) and `collate` (a batch).
 
-Plain text passes through `corpus` (tokens), `layouts` (sequences), `masking` and `text` (a batch). Tasks begin with
+Plain text passes through `corpus` (tokens), `sequences`, `masking` and `text` (a batch). Tasks begin with
 `pairs`, `questions` or `targets`. `store` writes and maps all tokens on disk.
 """

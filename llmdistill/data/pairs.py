@@ -19,7 +19,7 @@ from llmdistill.data.collate import pad_rows, padding_mask, sample_id
 from llmdistill.data.readers import text_lines
 from llmdistill.data.references import is_weighted, parts_of
 from llmdistill.data.sources import open_rows
-from llmdistill.data.store import TOKEN_IDS, Layout
+from llmdistill.data.store import TOKEN_IDS, Schema
 from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
 from llmdistill.models.unembedded import check_rows
@@ -62,7 +62,7 @@ class EncodedPair:
         return len(self.input_ids)
 
 
-PAIRS = Layout(
+PAIRS = Schema(
     make=lambda input_ids, token_type_ids, target, index: EncodedPair(
         input_ids.tolist(), None if token_type_ids is None else token_type_ids.tolist(), target, index
     ),

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import sample_id
-from llmdistill.data.store import TOKEN_IDS, Layout, in_pieces
+from llmdistill.data.store import TOKEN_IDS, Schema, in_pieces
 from llmdistill.errors import UserError
 from llmdistill.models.unembedded import check_rows
 
@@ -83,7 +83,7 @@ class EncodedWindow:
         return len(self.input_ids)
 
 
-WINDOWS = Layout(
+WINDOWS = Schema(
     make=lambda input_ids, token_type_ids, characters, target, question: EncodedWindow(
         input_ids.astype(np.int32),
         token_type_ids,

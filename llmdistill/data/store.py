@@ -121,7 +121,7 @@ def read_meta(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout(Generic[Item]):
+class Schema(Generic[Item]):
     """How examples of one kind are stored: each column has the numbers of their attribute of the same name."""
 
     make: Callable[..., Item]
@@ -134,12 +134,12 @@ class Layout(Generic[Item]):
 class MappedItems(Sequence[Item]):
     """Examples in an Arrow file, which is mapped into memory; an example is made only when it is read."""
 
-    def __init__(self, file: Path, layout: Layout[Item]) -> None:
+    def __init__(self, file: Path, schema: Schema[Item]) -> None:
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
         # Row by row from Arrow itself: a row of datasets.Dataset costs 40 µs, this one 5 µs.
-        self._columns = {name: table[name] for name in layout.columns}
+        self._columns = {name: table[name] for name in schema.columns}
         self._tokens = table[0]
-        self._make = layout.make
+        self._make = schema.make
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -230,13 +230,13 @@ class SplitWriter:
         self.splits: list[str] = []
         """The names of the splits, by the number that names their files; the key "splits" of meta.json."""
 
-    def add(self, split: str, pieces: Iterable[Sequence[Item]], layout: Layout[Item]) -> None:
+    def add(self, split: str, pieces: Iterable[Sequence[Item]], schema: Schema[Item]) -> None:
         """Write the examples of a split, in one or more pieces; the first decides the types of the columns."""
         writer = None
         with ExitStack() as stack:
             for items in pieces:
                 columns = {}
-                for name, kind in layout.columns.items():
+                for name, kind in schema.columns.items():
                     values = [getattr(item, name) for item in items]
                     flat = [value.ravel() if isinstance(value, np.ndarray) else value for value in values]
                     columns[name] = pa.array(flat, self._token_ids if kind is TOKEN_IDS else kind)
@@ -265,10 +265,10 @@ class StoredSplits:
         with read_meta(folder) as self.meta:
             self._splits = self.meta["splits"]
 
-    def items(self, split: str, layout: Layout[Item]) -> MappedItems[Item]:
+    def items(self, split: str, schema: Schema[Item]) -> MappedItems[Item]:
         """Return the examples of a split. Raises UserError if they are damaged."""
         with read_meta(self._folder):
-            return MappedItems(self._file(split, "arrow"), layout)
+            return MappedItems(self._file(split, "arrow"), schema)
 
     def text(self, split: str) -> Any:
         """Read what `SplitWriter.add_text` has written."""

@@ -25,8 +25,8 @@ from llmdistill.data.rows import parse_rows
 from llmdistill.data.sources import no_example, open_rows, read_examples
 from llmdistill.data.store import (
     TOKEN_IDS,
-    Layout,
     MappedItems,
+    Schema,
     SplitWriter,
     StoredSplits,
     in_pieces,
@@ -41,7 +41,7 @@ _FORMAT = 7
 _SAMPLE_CHAT = Example("", "", ("yes",), "", messages=(Turn("user", "a"),))
 """A chat whose rendering shows what a template adds to messages, such as today's date."""
 
-EXAMPLES = Layout(
+EXAMPLES = Schema(
     make=lambda ids, borders, teacher, asked_ids: Encoded.of(
         ids.tolist(), borders.tolist(), teacher, None if asked_ids is None else asked_ids.tolist()
     ),

@@ -21,7 +21,7 @@ from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import pad_rows, padding_mask, sample_id
 from llmdistill.data.masking import Masking
 from llmdistill.data.random_streams import SEQUENCE
-from llmdistill.data.store import TOKEN_IDS, Layout
+from llmdistill.data.store import TOKEN_IDS, Schema
 from llmdistill.errors import UserError
 from llmdistill.models.unembedded import check_rows
 
@@ -55,7 +55,7 @@ class EncodedTarget:
         return len(self.source_ids)
 
 
-TARGETS = Layout(
+TARGETS = Schema(
     make=lambda ids, source_length: EncodedTarget(ids[:source_length].tolist(), ids[source_length:].tolist()),
     columns={"ids": TOKEN_IDS, "source_length": pa.int32()},
 )

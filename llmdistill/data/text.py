@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import pad_rows, padding_mask
 from llmdistill.data.corpus import Corpus
-from llmdistill.data.layouts import TextSequence, lay_out
 from llmdistill.data.masking import Masking, special_mask
 from llmdistill.data.random_streams import SEQUENCE, STRIDE
 from llmdistill.data.sampler import share_out
+from llmdistill.data.sequences import TextSequence, cut_sequences
 from llmdistill.errors import UserError
 
 
@@ -40,12 +40,12 @@ class TextSequences:
         another.
 
         Raises:
-            UserError: as in `lay_out`.
+            UserError: as in `cut_sequences`.
         """
         self.max_length = max_length
         assert pairs or not next_sentence, "only a pair has a next sentence"
         self.next_sentence = next_sentence
-        self.layout = lay_out(corpus, tokenizer, max_length, masked=masking is not None, pairs=pairs)
+        self._sequences = cut_sequences(corpus, tokenizer, max_length, masked=masking is not None, pairs=pairs)
         pads = (tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id)
         self._pad_token_id = next((pad for pad in pads if pad is not None), 0)
         # A decoder has no segments, whatever its tokenizer gives: GPT-2 would add the embedding of a token for each
@@ -55,7 +55,7 @@ class TextSequences:
         self._masking = masking
 
     def __len__(self) -> int:
-        return len(self.layout)
+        return len(self._sequences)
 
     def __getitem__(self, index: int) -> TextSequence:
         """Return a sequence of a decoder, which is the same in every epoch."""
@@ -85,7 +85,7 @@ class TextSequences:
     def read(self, seed: int, epoch: int, index: int, *part: int) -> TextSequence:
         """Return the sequence at an index in an epoch; `part` is the number of this text among several."""
         rng = np.random.default_rng((seed, epoch, index, SEQUENCE, *part))
-        sequence = self.layout.read(index, rng)
+        sequence = self._sequences.read(index, rng)
         if self._masking is None:
             return sequence
         special = self._special[sequence.ids]

@@ -39,7 +39,7 @@ class Writing(Benchmark):
 
     head = "lm_head"
     usual_length = 512
-    layout = TARGETS
+    schema = TARGETS
     has_classes = False
     table_title = "Written texts: metrics from 0 to 100"
     decimals = 2

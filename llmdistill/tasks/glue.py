@@ -45,7 +45,7 @@ class Glue(Benchmark):
 
     head = "sequence"
     usual_length = 128
-    layout = PAIRS
+    schema = PAIRS
     hub = HUB_NAME
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:

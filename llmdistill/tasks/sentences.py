@@ -56,7 +56,7 @@ class Sentences(StoredTask):
     head = "embedding"
     validation_metric = "Spearman"
     key = "sentences"
-    layout = PAIRS
+    schema = PAIRS
 
     @property
     def rows_per_example(self) -> int:

@@ -64,7 +64,7 @@ class Squad(Benchmark):
 
     head = "span"
     usual_length = 384
-    layout = WINDOWS
+    schema = WINDOWS
     has_classes = False
     num_outputs = 2
     """The outputs of the head at each token: its chances to be the start, and to be the end."""

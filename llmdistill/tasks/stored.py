@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch
 from llmdistill.data.pairs import collate_pairs
-from llmdistill.data.store import Layout, MappedItems, SplitWriter, StoredSplits, store, tokenizer_fingerprint
+from llmdistill.data.store import MappedItems, Schema, SplitWriter, StoredSplits, store, tokenizer_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import file_sha256
 from llmdistill.models.families import max_positions
@@ -55,7 +55,7 @@ class StoredTask(Task):
 
     key: str
     """The key of the task in `tasks.TASKS`."""
-    layout: ClassVar[Layout[Any]]
+    schema: ClassVar[Schema[Any]]
     """How its encoded examples are stored."""
     only_scores: bool = False
     """Whether neither a training set nor a test split without targets is read, because a model is scored in memory."""
@@ -164,7 +164,7 @@ class StoredTask(Task):
             UserError: an example has more tokens than a model has positions.
         """
         stored, limit = StoredSplits(folder), self.config.data.max_length
-        encoded = {split: stored.items(split, self.layout) for split in stored.meta["splits"]}
+        encoded = {split: stored.items(split, self.schema) for split in stored.meta["splits"]}
         positions = min(max_positions(config, limit) for config in configs)
         # The lengths are read only if a model may lack a position.
         if positions < limit and (longest := max(items.longest for items in encoded.values())) > positions:

@@ -46,7 +46,7 @@ def test_an_example_is_made_only_when_it_is_asked_for(word_tokenizer, tmp_path, 
     writer = store.SplitWriter(tmp_path, word_tokenizer())
     writer.add("train", store.in_pieces(items), PAIRS)
     allocated = pa.total_allocated_bytes()
-    watched = store.Layout(make=lambda **given: made.append(given["index"]), columns=PAIRS.columns)
+    watched = store.Schema(make=lambda **given: made.append(given["index"]), columns=PAIRS.columns)
     found = store.MappedItems(tmp_path / "0.arrow", watched)
     assert (len(found), found.longest, found.length(2), made) == (7, 3, 3, [])
     found[4]

@@ -44,10 +44,10 @@ class TextSequence:
         return len(self.ids)
 
 
-def lay_out(
+def cut_sequences(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, max_length: int, *, masked: bool, pairs: bool
-) -> Packed | Pairs:
-    """Build the layout of sequences of up to max_length tokens, including the tokenizer's special tokens.
+) -> PackedText | SegmentPairs:
+    """Cut a corpus into sequences of up to max_length tokens, including the tokenizer's special tokens.
 
     For decoders the documents follow one another with the end token between them, and each sequence begins with the
     tokenizer's `begin_tokens`, which are no labels. For encoders, whose tokens are `masked`, the separator is between
@@ -66,7 +66,7 @@ def lay_out(
         if between is None:
             raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
         # A model that was trained with a begin token works badly without it.
-        return Packed(corpus, max_length, start=begin_tokens(tokenizer), end=[], between=[between])
+        return PackedText(corpus, max_length, start=begin_tokens(tokenizer), end=[], between=[between])
     if tokenizer.mask_token_id is None:
         raise UserError(
             f"data.kind text of an encoder needs a mask token, and this {name} has none; "
@@ -75,7 +75,7 @@ def lay_out(
     start = [] if tokenizer.cls_token_id is None else [tokenizer.cls_token_id]
     end = [] if tokenizer.sep_token_id is None else [tokenizer.sep_token_id]
     if not pairs:
-        return Packed(corpus, max_length, start=start, end=end, between=end)
+        return PackedText(corpus, max_length, start=start, end=end, between=end)
     if not start or not end:
         raise UserError(
             f"data.text.pairs needs cls_token and sep_token, and this {name} has no "
@@ -84,10 +84,10 @@ def lay_out(
     # RoBERTa separates the two segments by two separators, BERT by one.
     between = end * max(1, tokenizer.num_special_tokens_to_add(pair=True) - 2)
     sentence_ends = vocabulary_mask(tokenizer, lambda token: token.endswith(_SENTENCE_ENDS))
-    return Pairs(corpus, max_length, start=start, end=end, between=between, sentence_ends=sentence_ends)
+    return SegmentPairs(corpus, max_length, start=start, end=end, between=between, sentence_ends=sentence_ends)
 
 
-class Packed:
+class PackedText:
     """Documents one after the other, with a separator between them, cut into pieces of the same length."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Packed:
         return self._corpus.first_token(document) + document * len(self._between)
 
 
-class Pairs:
+class SegmentPairs:
     """Two segments in each sequence: the second follows the first or comes from another document.
 
     This follows BERT's create_pretraining_data.py: pairs of up to max_length tokens, a tenth of them shorter; the end
