@@ -191,7 +191,7 @@ def test_epochs_are_those_of_the_fraction_and_the_validation_text_stays_whole(sh
     valid = ("--data.valid", str(tmp_path / "text.txt"))
     config = short("--train.epochs", "2", "--data.text.fraction", "0.2", *valid)
     data = prepared(make_plan(config))
-    assert data.report.weightingwith("20 % of it: 6 documents, 6 segments, 150 tokens")
+    assert data.report.startswith("20 % of it: 6 documents, 6 segments, 150 tokens")
     assert (len(data.train[""].documents) - 1, len(data.valid.documents) - 1) == (6, 30)
     # 155 tokens with the separators are 16 sequences, the last of five left out.
     assert counted(config).config.train.steps == -(-2 * 15 // 8)
