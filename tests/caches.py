@@ -11,7 +11,7 @@ from llmdistill.batch import Batch
 from llmdistill.config.cache import CacheConfig
 from llmdistill.data.sampler import Share
 from llmdistill.models.load import load_model
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.teachers.cached import CachedTeacher
 from llmdistill.teachers.rows import Request
@@ -39,18 +39,18 @@ def batches(plan: Plan, data: Any, size: int = 5) -> list[Batch]:
 def losses(plan: Plan, teacher: Any, batches: list[Batch]) -> list[dict[str, Any]]:
     """Each term, and the gradients of the student."""
     student = loaded(plan, "student")
-    wired = tapped(plan.method, "student", student, vocabulary=plan.models.vocabulary)
+    tapped = tap_student(plan.method, student, vocabulary=plan.models.vocabulary)
     results = []
     for batch in batches:
         with torch.no_grad():
             taught = teacher.compute_targets(batch, lm_head=plan.method.teacher_positions)
-        learned = wired.compute_losses(batch, plan.method.bind_terms(taught, batch))
+        learned = tapped.compute_losses(batch, plan.method.bind_terms(taught, batch))
         student.zero_grad()
         learned.total.backward()
         found = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
         terms = {name: loss.sum / loss.count for name, loss in learned.terms.items()}
         results.append(terms | {name: grad / batch.input_ids.numel() for name, grad in found.items()})
-    wired.remove()
+    tapped.remove()
     return results
 
 

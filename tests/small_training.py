@@ -30,7 +30,7 @@ from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors, build_engine, set_training
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher
 
 TaughtBy = Callable[[TappedModel, Method], Teacher]
@@ -115,8 +115,8 @@ def make_trainer(setting: Setting, taught_by: TaughtBy = lambda live, _: live) -
     else:
         deepspeed, train = ds_config_of(setting, world.size)
         engine = build_engine(student, deepspeed, train)
-    taught = taught_by(tapped(method, "teacher", teacher), method)
-    tapped_student = tapped(method, "student", engine.module, forward=engine, projectors=projectors)
+    taught = taught_by(tap_teacher(method, teacher), method)
+    tapped_student = tap_student(method, engine.module, forward=engine, projectors=projectors)
     return trainer_of(engine, tapped_student, taught, method, train)
 
 

@@ -17,7 +17,7 @@ from llmdistill.methods import Method
 from llmdistill.planning.layout import TEACHER_ZERO, TEACHERS, Layout, Sizes, read_seconds
 from llmdistill.planning.step import ForecastModels, full_batch
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache_folder import CACHE_FILE, read_cache_record
 from llmdistill.teachers.rows import Request, place_of, to_outputs, to_rows
@@ -128,7 +128,7 @@ def trace_cache(
     tracer, request = Tracer(), Request.of(method)
     tracer.ignore([*teacher.parameters(), *teacher.buffers()])
     teacher.eval().requires_grad_(False)
-    tapped_teacher = tapped(method, "teacher", teacher, vocabulary=vocabulary)
+    tapped_teacher = tap_teacher(method, teacher, vocabulary=vocabulary)
     with on_gpu(), tracer, torch.no_grad():
         outputs = tapped_teacher.compute_targets(batch, lm_head=method.teacher_positions)
         rows = to_rows(outputs, batch, request, top_k=settings.kept_top_k, vocabulary=vocabulary)

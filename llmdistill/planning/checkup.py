@@ -25,7 +25,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors
 from llmdistill.runtime.environment import Finding
 from llmdistill.step.loss_check import check_models
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher, live_models
 from llmdistill.tasks.base import TaskData
 from llmdistill.training.assemble import load_student, prepare_student, share_of
@@ -102,7 +102,7 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
         model = teacher().model
         if not plan.models.translates:
             yield above_chance(plan.models, model, batch)
-        live_teacher = run_teacher(tapped(plan.method, "teacher", model, vocabulary=vocabulary), plan, data)
+        live_teacher = run_teacher(tap_teacher(plan.method, model, vocabulary=vocabulary), plan, data)
     dry = term_sizes(plan.method, live_teacher, student, batch, vocabulary=vocabulary)
     if model is not None and not plan.models.translates:
         yield own_student(plan, model, batch, dry)
@@ -146,7 +146,7 @@ def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping
     labels = {term.name for term in method.token_terms if term.divergence is None}
     labels |= {term.name for term in method.sequence_terms if not term.needs_teacher}
     student = copy.deepcopy(teacher).requires_grad_(True)
-    sizes = term_sizes(method, tapped(method, "teacher", teacher), student, batch)
+    sizes = term_sizes(method, tap_teacher(method, teacher), student, batch)
     compared = {name: size for name, size in sizes.items() if name not in labels}
     shares = {name: size.gradient / max(dry[name].gradient, 1e-12) for name, size in compared.items() if name in dry}
     largest = max(shares, key=lambda name: shares[name], default=None)
@@ -194,7 +194,7 @@ def term_sizes(
     """
     student.eval()
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
-    learner = tapped(method, "student", student, projectors=projectors, vocabulary=vocabulary)
+    learner = tap_student(method, student, projectors=projectors, vocabulary=vocabulary)
     if method.token_terms:
         check_models(teacher, learner, batch)
     divisors = batch.divisors()

@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +22,7 @@ from llmdistill.models.load import Head, build_meta, install_saved
 from llmdistill.runtime.engine import add_projectors, set_training
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
 from llmdistill.step.learning import HeadLosses
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.students.counting import build_reference
 from llmdistill.students.install import install
@@ -150,8 +149,7 @@ def trace_step(
         for parameter in student.parameters()
         if parameter.requires_grad
     ]
-    make_tapped = partial(tapped, method, vocabulary=models.vocabulary)
-    learner = make_tapped("student", student, projectors=models.projectors)
+    learner = tap_student(method, student, projectors=models.projectors, vocabulary=models.vocabulary)
     handles.append(learner)
     teacher = cached
     tracer.ignore(_list_tensors(student))
@@ -159,7 +157,7 @@ def trace_step(
         models.teacher.eval().requires_grad_(False)
         tracer.ignore(_list_tensors(models.teacher))
         if cached is None:
-            teacher = live = make_tapped("teacher", models.teacher)
+            teacher = live = tap_teacher(method, models.teacher, vocabulary=models.vocabulary)
             handles.append(live)
     teacher_outputs, teacher_work = None, Work()
     # HeadLosses runs inside the model, so that only a wrapper of its call can tell its memory from the activations.

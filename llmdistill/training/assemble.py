@@ -30,7 +30,7 @@ from llmdistill.runtime.environment import kernels
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.step.compile import check_compilers
 from llmdistill.step.heads import read_classifier, set_classifier
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student
 from llmdistill.step.teacher import AskedTeacher, AskingLoader, Teacher
 from llmdistill.students.convert import compress, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
@@ -234,9 +234,8 @@ def make_trainer(
     engine, projectors = make_engine(plan, student_folder, embeddings)
     return Trainer(
         engine=engine,
-        student=tapped(
+        student=tap_student(
             method,
-            "student",
             engine.module,
             forward=engine,
             projectors=projectors,

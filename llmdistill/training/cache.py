@@ -21,7 +21,7 @@ from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
 from llmdistill.runtime.distributed import World, barrier, on_every, on_main
 from llmdistill.step.loss_check import check_losses
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_teacher
 from llmdistill.tasks.base import TaskData
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.teachers.rows import Request, rows_of_samples
@@ -95,7 +95,7 @@ def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
         write_by_scorer(job, missing, scorer.score)
         return
     live = make_teacher(plan, name=job.settings.teacher)
-    teacher = tapped(plan.method, "teacher", live.model, forward=live.forward, compiled=plan.config.train.compile)
+    teacher = tap_teacher(plan.method, live.model, forward=live.forward, compiled=plan.config.train.compile)
     if plan.method.token_terms:
         check_losses({"teacher": teacher}, job.batch(job.shards[0][0]).to(World.current().device))
         if job.has_head and not teacher.shortcut:

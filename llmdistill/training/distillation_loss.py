@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -25,7 +24,7 @@ from llmdistill.models.sentences import has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling, PoolingMode
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
 from llmdistill.step.loss_check import check_models
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.translated import TranslatedTeacher, Translation
 
@@ -137,17 +136,18 @@ class DistillationLoss:
         projectors = add_projectors(student, self.method.projections, seed).to(student.device)
         ignored = {f"{PROJECTORS}.{name}" for name in projectors.state_dict()}
         leave_out_of_files(student, ignored)
-        wired = partial(tapped, self.method, vocabulary=vocabulary)
-        self._learner = wired("student", student, forward=self._run, projectors=projectors)
-        self._wired = [self._learner]
-        self._teaching: Teacher | None = None
+        self._tapped_student = tap_student(
+            self.method, student, forward=self._run, projectors=projectors, vocabulary=vocabulary
+        )
+        self._tapped = [self._tapped_student]
+        self._tapped_teacher: Teacher | None = None
         if self.method.needs_teacher:
-            self._teaching = live = wired("teacher", teacher)
-            self._wired.append(live)
+            self._tapped_teacher = live = tap_teacher(self.method, teacher, vocabulary=vocabulary)
+            self._tapped.append(live)
             if tokenizers is not None:
                 longest = max_positions(teacher.config, sys.maxsize)
                 translation = Translation(*tokenizers, prompts=None, longest=longest)
-                self._teaching = TranslatedTeacher(live, translation, say)
+                self._tapped_teacher = TranslatedTeacher(live, translation, say)
         for model in (teacher, student):
             setattr(model, _HOOKED, True)
 
@@ -198,13 +198,17 @@ class DistillationLoss:
                 self._is_checked, training = True, self.student.training
                 self.student.eval()
                 try:
-                    check_models(self._teaching, self._learner, located)
+                    check_models(self._tapped_teacher, self._tapped_student, located)
                 finally:
                     self.student.train(training)
-            if self._teaching is not None:
+            if self._tapped_teacher is not None:
                 with torch.no_grad():
-                    teacher_outputs = self._teaching.compute_targets(located, lm_head=self.method.teacher_positions)
-            losses = self._learner.compute_losses(located, self.method.bind_terms(teacher_outputs, located, divisors))
+                    teacher_outputs = self._tapped_teacher.compute_targets(
+                        located, lm_head=self.method.teacher_positions
+                    )
+            losses = self._tapped_student.compute_losses(
+                located, self.method.bind_terms(teacher_outputs, located, divisors)
+            )
         finally:
             self._forward = self.student
         terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}
@@ -257,7 +261,7 @@ class DistillationLoss:
 
     def remove(self) -> None:
         """Remove the hooks and the projectors from both models; the loss cannot be used afterwards."""
-        for each in self._wired:
+        for each in self._tapped:
             each.remove()
         for model in (self.teacher, self.student):
             vars(model).pop(_HOOKED, None)

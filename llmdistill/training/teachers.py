@@ -13,7 +13,7 @@ from llmdistill.models.load import Head, merge_adapter
 from llmdistill.runtime.distributed import World, exists_on_main, on_main, wait_until_visible
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.tasks.base import TaskData
 from llmdistill.teachers.cache_folder import CacheFolder
@@ -102,9 +102,8 @@ def _cached(folder: str, plan: Plan) -> CachedTeacher:
 
 
 def _live(plan: Plan, teacher: LiveTeacher) -> TappedModel:
-    return tapped(
+    return tap_teacher(
         plan.method,
-        "teacher",
         teacher.model,
         forward=teacher.forward,
         vocabulary=plan.models.vocabulary,

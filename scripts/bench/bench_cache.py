@@ -29,7 +29,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
 from llmdistill.models.load import load_model
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.teachers.cached import CachedTeacher
@@ -66,14 +66,14 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     teacher: Teacher
     if row["cache"] is None:
         live = make_teacher(plan)
-        teacher = tapped(method, "teacher", live.model, forward=live.forward)
+        teacher = tap_teacher(method, live.model, forward=live.forward)
     else:
         folder = CacheFolder(Path(row["cache"]))
         teacher = CachedTeacher(folder, Request.of(method), shift=method.shift, device=device)
     engine = plain_engine(load_model(row["student"], dtype=plan.models.dtype, device=device).train())
     size = plan.config.train.global_batch_size
     loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))
-    student = tapped(method, "student", engine.module, forward=engine, vocabulary=plan.models.vocabulary)
+    student = tap_student(method, engine.module, forward=engine, vocabulary=plan.models.vocabulary)
     trainer, turn = trainer_of(engine, student, teacher, method), count()
 
     def steps() -> None:

@@ -34,7 +34,7 @@ from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import split_batch, student_ds_config
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.students.install import install
 from llmdistill.students.modules import LowRankLinear
 from llmdistill.students.sizes import plan
@@ -167,8 +167,8 @@ def ours(
     if "lengths" in row:
         batch = packed(batch, row["lengths"])
     engine = make_engine(setting.student)
-    student = tapped(method, "student", engine.module, forward=forward_of(engine))
-    teacher = tapped(method, "teacher", setting.teacher, forward=forward_of(setting.teacher))
+    student = tap_student(method, engine.module, forward=forward_of(engine))
+    teacher = tap_teacher(method, setting.teacher, forward=forward_of(setting.teacher))
     trainer, turn = trainer_of(engine, student, teacher, method), count()
 
     def step() -> float:

@@ -28,7 +28,7 @@ from llmdistill.methods import METHODS, build_method
 from llmdistill.models.sentences import dense_of, save_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Pooling
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_teacher
 from llmdistill.tasks.base import Models, ScoredModel
 from llmdistill.tasks.sentences import Sentences
 from llmdistill.training import calibration
@@ -195,7 +195,7 @@ def test_the_first_matrix_is_that_of_the_procrustes_problem(tmp_path, monkeypatc
     found = calibration.nearest_rotation(
         method,
         lambda: student,
-        tapped(method, "teacher", teacher),
+        tap_teacher(method, teacher),
         (items, partial(collate_pairs, pad_token_id=0)),
     )
     chosen, rows = TEXTS if most == 100 else TEXTS[::3], []

@@ -12,7 +12,7 @@ from llmdistill.data.collate import Encoded, collate, collate_packed
 from llmdistill.errors import UserError
 from llmdistill.methods.kd import KdConfig, build_kd
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_teacher
 from llmdistill.teachers.several import AveragedTeachers, TeachersOfRows
 
 ITEMS = [
@@ -32,7 +32,7 @@ ARRANGED = {
 def models() -> Mapping[str, TappedModel]:
     made = {"": tiny_model("llama", seed=0), "skills": tiny_model("llama", seed=1)}
     method = build_kd(KdConfig(), made[""].config, made[""].config)
-    return {name: tapped(method, "teacher", model.double()) for name, model in made.items()}
+    return {name: tap_teacher(method, model.double()) for name, model in made.items()}
 
 
 def logits(head: HeadInputs) -> torch.Tensor:

@@ -12,7 +12,7 @@ from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode, parts_before
 from llmdistill.data.token_bytes import TokenBytes
 from llmdistill.methods.kd import KdConfig, build_kd
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.teachers.translated import TranslatedTeacher, Translation, shares
 
 STUDENT = byte_level(290)
@@ -224,9 +224,9 @@ def test_the_gradient_is_that_of_the_batch_however_it_is_divided(spans):
         for role, tokens in (("student", STUDENT), ("teacher", teacher_tokens))
     }
     method = build_kd(KdConfig(spans=spans, temperature=2.0), models["teacher"].config, models["student"].config)
-    student = tapped(method, "student", models["student"])
+    student = tap_student(method, models["student"])
     said: list[str] = []
-    teacher = TranslatedTeacher(tapped(method, "teacher", models["teacher"]), translation(teacher_tokens), said.append)
+    teacher = TranslatedTeacher(tap_teacher(method, models["teacher"]), translation(teacher_tokens), said.append)
     whole = collate(items, STUDENT.pad_token_id).with_label_rows(shift=True)
     divided = [
         collate_packed(items[:2], STUDENT.pad_token_id, max_length=200),

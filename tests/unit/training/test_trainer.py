@@ -19,7 +19,7 @@ from llmdistill.errors import UserError
 from llmdistill.losses.terms import Losses
 from llmdistill.methods.sft import make_sft
 from llmdistill.runtime.distributed import World
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student
 from llmdistill.training.callbacks.finite import FiniteSteps
 from llmdistill.training.callbacks.log_rows import LogRows
 from llmdistill.training.callbacks.loss_watch import LossWatch
@@ -148,7 +148,7 @@ def test_every_step_and_rank_draws_its_own_random_numbers():
 def test_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path):
     _, trainer = make_trainer(4)
     model = tiny_model("llama").double()
-    trainer.student = tapped(make_sft(), "student", model)
+    trainer.student = tap_student(make_sft(), model)
     items = [Encoded([1, 2], [3, 4]), Encoded([5], [6, 1, 2]), Encoded([2, 3, 4], [5])]
     make = partial(collate, pad_token_id=0)
     of_ranks = ((0, 1), (0, 3), (1, 3), (2, 3))

@@ -22,7 +22,7 @@ from llmdistill.planning.cache_forecast import CacheAsked, forecast_cache
 from llmdistill.planning.dry_run import estimate
 from llmdistill.planning.layout import Sizes
 from llmdistill.planning.step import build_models
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_teacher
 from llmdistill.teachers import shards
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.training import cache
@@ -43,7 +43,7 @@ METHOD_SETTINGS = {
 def assert_as_live(plan: Plan, teacher, found: list[Batch]):
     """Check that a cached teacher gives the terms and gradients of the live one; returns those of the first batch."""
     live = make_teacher(plan)
-    expected = losses(plan, tapped(plan.method, "teacher", live.model, forward=live.forward), found)
+    expected = losses(plan, tap_teacher(plan.method, live.model, forward=live.forward), found)
     torch.testing.assert_close(losses(plan, teacher, found), expected, rtol=1e-4, atol=1e-6)
     return expected[0]
 
