@@ -23,7 +23,7 @@ class OddReadError(Exception):
     """A module reads something of which one pass cannot say whether it is the tokens of the batch."""
 
 
-def graded(output: Tensor, receive: Callable[[Tensor], None] | None) -> Tensor:
+def hook_gradient(output: Tensor, receive: Callable[[Tensor], None] | None) -> Tensor:
     """Return the output of a module for a forward hook to hand on; `receive` gets its gradient in the backward pass.
 
     The gradient is that of what the module returned, also if the model changes the tensor in place afterwards. No
@@ -70,13 +70,12 @@ class HookSums:
         """(B, T), the positions of the pass that count."""
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         """The number of tokens so far."""
-        self.phase: Literal["kept", "dropped", "again"] = "kept"
-        """Whether the tensors of the layer that runs are kept for the backward pass, are dropped, or are computed again
-        in the backward pass."""
+        self.phase: Literal["store", "drop", "recompute"] = "store"
+        """Whether the layer that runs stores its tensors for the backward pass, drops them, or computes them again."""
         self.calls: deque[Any] = deque()
         """The records of a subclass on the calls of a layer, from its first run to the one in the backward pass."""
         self.is_known = False
-        """Whether it is known what the modules read; else each must read (B, T, K), once."""
+        """Whether it is known which rows the modules read; if not, a module must read (B, T, K), once in a pass."""
         self._called = set[str]()
 
     def count(self, mask_BT: Tensor) -> None:
@@ -116,7 +115,7 @@ class HookSums:
         self._check_odd()
         return rows_NK[:0]
 
-    def by_sequence(self, values: Tensor) -> Tensor:
+    def sum_by_sequence(self, values: Tensor) -> Tensor:
         """Add up the values (..., K) of a call over the rows that count of each sequence: (B, K).
 
         Raises:
@@ -140,11 +139,11 @@ class HookSums:
     def finish(self) -> None:
         """Finish a pass; does nothing by default."""
 
-    def judged(self, p_NV: Tensor) -> None:
-        """Receive the probabilities of some rows that count, in the passes with gradients; does nothing by default."""
+    def add_probabilities(self, p_NV: Tensor) -> None:
+        """Add the probabilities of some rows that count, in the passes with gradients; does nothing by default."""
 
     @contextmanager
-    def during(self, phase: Literal["dropped", "again"], calls: deque[Any]) -> Iterator[None]:
+    def during(self, phase: Literal["drop", "recompute"], calls: deque[Any]) -> Iterator[None]:
         """Within this block a layer runs whose tensors are dropped, or computed again; both runs share `calls`.
 
         A layer that the model runs several times has separate `calls` for each run.
@@ -153,33 +152,33 @@ class HookSums:
         try:
             yield
         finally:
-            self.phase = "kept"
+            self.phase = "store"
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
-    def counted(self, sums: Iterable[tuple[str, Tensor]]) -> int:
+    def count_tokens(self, sums: Iterable[tuple[str, Tensor]]) -> int:
         """Return the number of tokens.
 
         Args:
-            sums: what was added up, each after what a user would call it.
+            sums: pairs of a name, as a user would call it, and the sum of that name.
 
         Raises:
             UserError: there is no token, or a sum is not finite.
         """
         if not self.tokens > 0:
             raise UserError("the calibration data hold no token: name data with at least one example")
-        for what, tensor in sums:
+        for name, tensor in sums:
             if not tensor.isfinite().all():
                 raise UserError(
-                    f"{what} are not finite on the calibration data: name other data, or load the model as fp32"
+                    f"{name} are not finite on the calibration data: name other data, or load the model as fp32"
                 )
         return int(self.tokens)
 
 
-def in_parts(batches: Iterable[Batch], tokens: int) -> list[Batch]:
+def split_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:
     """Split the rows into parts of at most so many tokens, padding included; a longer row is a part of its own.
 
     The number of parts follows from the shape of each batch.
@@ -204,7 +203,7 @@ class Passes:
     what: str = "Calibrating"
     """The name of this work in its bar and lines."""
     after: Callable[[Any, int, int], object] = lambda sums, done, total: None
-    """Is called after each pass with the sums, the number of passes that are done, and of all."""
+    """Called after each pass with the sums, the number of passes so far, and the number of all."""
 
 
 def run_passes(

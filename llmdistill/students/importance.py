@@ -149,7 +149,7 @@ class _Sums(HookSums):
         if reduce is not None:
             for each in (self.tokens, *self._sums.values()):
                 reduce(each)
-        tokens = self.counted((f"the activations of {name}", each) for name, each in self._sums.items())
+        tokens = self.count_tokens((f"the activations of {name}", each) for name, each in self._sums.items())
         means = {name: (each / self.tokens).cpu() for name, each in self._sums.items()}
 
         def all_layers(what: str) -> Tensor:

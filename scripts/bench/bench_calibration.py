@@ -33,7 +33,7 @@ from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.step.passes import in_parts
+from llmdistill.step.passes import split_batches
 from llmdistill.students.counting import build_reference, layer_linears
 from llmdistill.students.start import cuts, measure, weigh
 from llmdistill.students.start.moments import Moments
@@ -172,7 +172,7 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     timed("all", weighed)(model, "60%")
     over.set()
 
-    timed("forward and backward", plain)(model, in_parts(batches[: count // 8], 512))
+    timed("forward and backward", plain)(model, split_batches(batches[: count // 8], 512))
     (wall, cpu), (of_plain, cpu_of_plain) = seconds["all"], seconds["forward and backward"]
     kept, peak = statistics_bytes(model, batches[0]), max(peaks.values())
     table.add(Line("all / forward and backward", wall / of_plain, 1.6, f"{wall:.0f} s / {of_plain:.0f} s"))

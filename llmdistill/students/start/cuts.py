@@ -19,7 +19,7 @@ from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
 from llmdistill.models.sharded import gathered
 from llmdistill.progress import progress
-from llmdistill.step.passes import HookSums, OddReadError, Passes, graded
+from llmdistill.step.passes import HookSums, OddReadError, Passes, hook_gradient
 from llmdistill.students.install import matrix
 from llmdistill.students.start.sampled import (
     USUAL,
@@ -130,16 +130,16 @@ class _LossSums(HookSums):
         x = inputs[0].detach()
         if full_name in self._changed:  # overwritten in place before the gradients arrive
             x = x.clone()
-        if self.phase == "again":
+        if self.phase == "recompute":
             self._pair(name, self.calls.popleft(), x, is_input=True)
             return
         self.check(name, x)
-        self._call = [(x, version_of(x))] if self.phase == "kept" else []
-        if self.phase == "dropped":
+        self._call = [(x, version_of(x))] if self.phase == "store" else []
+        if self.phase == "drop":
             self.calls.append(self._call)
 
     def _see_outputs(self, name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        return graded(output, None if self.phase == "again" else partial(self._pair, name, self._call))
+        return hook_gradient(output, None if self.phase == "recompute" else partial(self._pair, name, self._call))
 
     def _pair(self, name: str, call: list[tuple[Tensor, int]], tensor: Tensor, *, is_input: bool = False) -> None:
         """Add up a call once it has both inputs and gradients; in a layer that runs again either may come first."""
@@ -156,7 +156,7 @@ class _LossSums(HookSums):
         svd = self._factors[name].to(inputs.device)
         projected_inputs = functional.linear(inputs.float(), svd.right)
         projected_gradients = gradients.float() @ svd.left
-        moved_Bk = self.by_sequence(projected_inputs.mul_(projected_gradients)) * svd.values
+        moved_Bk = self.sum_by_sequence(projected_inputs.mul_(projected_gradients)) * svd.values
         # gᵀ ΔW x = Σ_i (gᵀ u_i) σ_i (v_i x): all ranks follow from one number a factor and sequence.
         self._moved[name] = self._moved[name] + moved_Bk if name in self._moved else moved_Bk
 

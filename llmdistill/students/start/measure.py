@@ -29,7 +29,7 @@ from llmdistill.runtime.distributed import (
     sum_at,
     to_main,
 )
-from llmdistill.step.passes import in_parts
+from llmdistill.step.passes import split_batches
 from llmdistill.students.counting import Shape, layer_linears
 from llmdistill.students.install import matrix, token_embedding
 from llmdistill.students.kinds import Size
@@ -89,7 +89,7 @@ class Measurement:
     @cached_property
     def _parts(self) -> Sequence[Batch]:
         """The batches, split into single sequences for a model that needs them; the ranks make as many passes."""
-        return self.batches if self._reads.in_order else in_parts(self.batches, 1)
+        return self.batches if self._reads.in_order else split_batches(self.batches, 1)
 
     def factors(
         self,

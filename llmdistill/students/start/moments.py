@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
-from llmdistill.step.passes import HookSums, Passes, graded
+from llmdistill.step.passes import HookSums, Passes, hook_gradient
 from llmdistill.students.install import features
 from llmdistill.students.start.sampled import USUAL, Reads, Sampling, identity, run_sampled
 
@@ -144,7 +144,7 @@ class _Sums(HookSums):
                 here, below = slice(start, start + BLOCK), slice(start + BLOCK, None)
                 lower[here, below] = lower[below, here].T
         measured = chain(self._inputs.items(), self._gradients.items())
-        tokens = self.counted((f"the inputs or gradients of {name}", moment) for name, moment in measured)
+        tokens = self.count_tokens((f"the inputs or gradients of {name}", moment) for name, moment in measured)
         inputs, gradients = (
             {name: moment for name, moment in sums.items() if moment.any()} for sums in (self._inputs, self._gradients)
         )
@@ -166,7 +166,7 @@ class _Sums(HookSums):
     def _add_call(
         self, gradients: bool, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
     ) -> Tensor | None:
-        counts = self.phase != "again"
+        counts = self.phase != "recompute"
         if counts:
             self.check(name, inputs[0])
             if name not in self._source:
@@ -181,7 +181,7 @@ class _Sums(HookSums):
             return None
         # The graph begins at the first linear that is measured, as no weight requires a gradient: the layers below it
         # take no part in the backward pass.
-        return graded(
+        return hook_gradient(
             output,
             (lambda gradient: _add_outer_products(self._gradients, name, self.rows(gradient))) if counts else None,
         )

@@ -22,7 +22,7 @@ from llmdistill.internals.torch_names import version_of
 from llmdistill.models.families import has_family, layers_of
 from llmdistill.runtime.devices import give_back_memory
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.passes import HookSums, OddReadError, Passes, in_parts, run_passes
+from llmdistill.step.passes import HookSums, OddReadError, Passes, run_passes, split_batches
 from llmdistill.step.taps import Recorder
 from llmdistill.students.counting import count_parameters, layer_linears
 
@@ -151,7 +151,7 @@ def run_sampled(
         handles = [layer.register_forward_hook(lambda *_: give_back_memory()) for layer in layers[dropped:]]
         try:
             with torch.set_grad_enabled(gradients), _recomputing(again, sums):
-                loss = _make_sampled_loss(tapped, batch, sampling.seed, sums.judged)
+                loss = _make_sampled_loss(tapped, batch, sampling.seed, sums.add_probabilities)
                 if gradients and not loss.requires_grad:  # Reformer computes gradients in training mode alone
                     raise UserError(
                         f"no gradient comes back through the layers of {type(model).__name__} outside of training: set "
@@ -167,7 +167,7 @@ def run_sampled(
     def run_all(reads: Reads | None) -> _AnySums:
         sums = make(reads)
         sums.is_known = reads is not None
-        parts = batches if reads is None or reads.in_order else in_parts(batches, 1)
+        parts = batches if reads is None or reads.in_order else split_batches(batches, 1)
         with tapped_output(model) as tapped:
             run_passes(model, parts, sums, partial(step, tapped, sums), passes)
         return sums
@@ -200,7 +200,7 @@ def _recomputing(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         calls = deque[Any]()
-        return sums.during("dropped", calls), sums.during("again", calls)
+        return sums.during("drop", calls), sums.during("recompute", calls)
 
     def recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **more: Any) -> Any:

@@ -16,7 +16,7 @@ from llmdistill.config.student import Allocation
 from llmdistill.errors import UserError
 from llmdistill.models.families import base_name
 from llmdistill.runtime.distributed import World, on_every, on_main
-from llmdistill.step.passes import in_parts
+from llmdistill.step.passes import split_batches
 from llmdistill.students.counting import Shape, build_reference, layer_linears
 from llmdistill.students.install import token_embedding
 from llmdistill.students.sizes import check_settings, plan, plan_embedding, rank_budget
@@ -88,7 +88,7 @@ def _make_measurement(source: Source, settings: FactorizeConfig, method: str = "
     model = source.teacher().model
     return Measurement(
         model=model,
-        batches=in_parts(source.batches()[0], graph_tokens(model)),
+        batches=split_batches(source.batches()[0], graph_tokens(model)),
         settings=settings.calibration,
         gradients=settings.weighting == "gradients",
         method=method,
@@ -114,7 +114,7 @@ def _choose_checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted
     if not held_out or not (world.is_main or teacher.sharded):
         return choices["loss"]
     # The other ranks of a sharded teacher take part in its forward passes; without factors they lower no rank.
-    parts = in_parts(first_tokens(teacher.model, held_out), graph_tokens(teacher.model))
+    parts = split_batches(first_tokens(teacher.model, held_out), graph_tokens(teacher.model))
     divergence_by_choice = divergences(teacher.model, choices, parts)
     return replace(
         choices["loss" if divergence_by_choice["loss"] <= divergence_by_choice["uniform"] else "uniform"],

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
-from llmdistill.step.passes import HookSums, Passes, graded
+from llmdistill.step.passes import HookSums, Passes, hook_gradient
 from llmdistill.students.install import tied_heads, token_embedding
 from llmdistill.students.kinds import Sigma
 from llmdistill.students.start.sampled import USUAL, Sampling, run_sampled
@@ -75,7 +75,9 @@ def measure_table(
     if reduce is not None:
         for tensor in (sums.tokens, *sums.sums.values()):
             reduce(tensor)
-    tokens = sums.counted(("the inputs or gradients of the token embedding", tensor) for tensor in sums.sums.values())
+    tokens = sums.count_tokens(
+        ("the inputs or gradients of the token embedding", tensor) for tensor in sums.sums.values()
+    )
     return TableMoments(**sums.sums, tokens=tokens)
 
 
@@ -101,7 +103,11 @@ class _TableSums(HookSums):
         self.check("", inputs[0][..., None])
         counts = self.sums["counts"]
         counts += torch.bincount(self.rows(inputs[0][..., None])[:, 0], minlength=len(counts))
-        return graded(output, lambda gradient: self._add("gradients", self.rows(gradient))) if self._gradients else None
+        return (
+            hook_gradient(output, lambda gradient: self._add("gradients", self.rows(gradient)))
+            if self._gradients
+            else None
+        )
 
     def _add_head_inputs(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         rows_NK, mask_N = inputs[0].detach().flatten(0, 1), self.mask.flatten()
@@ -109,7 +115,7 @@ class _TableSums(HookSums):
         if mask_N.any():
             self._add("head_inputs", rows_NK[mask_N] if len(rows_NK) == len(mask_N) else rows_NK)
 
-    def judged(self, p_NV: Tensor) -> None:
+    def add_probabilities(self, p_NV: Tensor) -> None:
         """Add up p (1 − p) of the tied head."""
         if "head_outputs" in self.sums and self.mask.any():
             self.sums["head_outputs"] += (p_NV - p_NV.square()).sum(dim=0)
