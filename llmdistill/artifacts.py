@@ -35,7 +35,7 @@ class Difference(NamedTuple):
     new: Any
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Return what JSON makes of a value: tuples become lists, keys become strings."""
     return json.loads(json.dumps(value))
 
@@ -43,7 +43,7 @@ def plain(value: Any) -> Any:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Return the settings in which two records differ; the settings of the old record come first."""
     # As JSON makes them, because one of the two was read from a file, where a tuple is a list.
-    return _differences(plain(old), plain(new), "")
+    return _differences(as_json(old), as_json(new), "")
 
 
 def _differences(old: Any, new: Any, key: str) -> list[Difference]:
@@ -104,7 +104,7 @@ def read_result(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | Non
 
 def write_result(file: Path, settings: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
     """Save a result with its settings; return the same value as `read_result`."""
-    record = {"asked": plain(settings), **result}
+    record = {"asked": as_json(settings), **result}
     write_json(file, record)
     return record
 

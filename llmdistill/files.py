@@ -240,7 +240,7 @@ def new_folder(path: Path | str) -> Iterator[Path]:
         remove_abandoned(final.parent, final.name)
         with temporary_folder(final) as partial:
             yield partial
-            share(partial)
+            apply_umask(partial)
             partial.replace(final)
     except UserError:
         raise
@@ -271,7 +271,7 @@ def temporary_folder(final: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def share(path: Path) -> None:
+def apply_umask(path: Path) -> None:
     """Give a file, or a whole folder, the permissions that the umask allows: safetensors lets only the owner read."""
     umask = os.umask(0o077)  # it cannot be read without being set
     os.umask(umask)

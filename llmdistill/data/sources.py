@@ -30,7 +30,8 @@ DataKind = Literal["instructions", "text"]
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILE = re.compile(r"hf:/+datasets/(?P<file>[^:]+)(:(?P<split>.+))?")  # pathlib squeezes the two slashes to one
-_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""What the datasets library calls its readers of these files."""
 _SLICE = re.compile(r"(?P<split>[^\[\]+]+)\[(?P<start>\d*):(?P<stop>\d*)\]")
 
 _CHECKED_BYTES = 32_000_000
@@ -131,11 +132,11 @@ def _open_set(reference: str, streaming: bool) -> Rows:
             lambda: without_format(datasets.load_from_disk(str(path))),
             lambda error: read_error(path, "a saved data set", error),
         )
-    in_set = _HUB_FILE.fullmatch(reference)
-    kind = None if in_set is None else _KINDS.get(Path(in_set["file"]).suffix.lower())
-    if in_set is not None and kind is not None:
-        url = f"hf://datasets/{in_set['file']}"
-        return _read_hub(as_typed(reference), kind, None, in_set["split"] or "train", streaming, data_files=url)
+    hub_file = _HUB_FILE.fullmatch(reference)
+    builder = None if hub_file is None else _BUILDERS.get(Path(hub_file["file"]).suffix.lower())
+    if hub_file is not None and builder is not None:
+        url = f"hf://datasets/{hub_file['file']}"
+        return _read_hub(as_typed(reference), builder, None, hub_file["split"] or "train", streaming, data_files=url)
     # A colon inside the brackets of a slice is not a separator.
     name, *rest = re.split(r":(?![^\[]*\])", reference)
     # DATA/FILE.jsonl would also be a name on the hub, but it is a file with a typing mistake.
@@ -150,8 +151,8 @@ def hub_name(reference: str | Path) -> str | None:
     parts = parts_of(reference)
     if os.path.exists(reference) or len(parts) > 1:
         return None
-    in_set = _HUB_FILE.fullmatch(str(reference))
-    name = str(reference).partition(":")[0] if in_set is None else "/".join(in_set["file"].split("/")[:2])
+    hub_file = _HUB_FILE.fullmatch(str(reference))
+    name = str(reference).partition(":")[0] if hub_file is None else "/".join(hub_file["file"].split("/")[:2])
     is_name = _HUB_NAME.fullmatch(name) is not None and Path(name).suffix.lower() not in READERS
     return name if is_name else None
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from llmdistill.artifacts import entries_damage, read_record
 from llmdistill.batch import HeadInputs
 from llmdistill.errors import UserError
-from llmdistill.files import share, write_json
+from llmdistill.files import apply_umask, write_json
 from llmdistill.fingerprints import content_fingerprint, file_damage, file_entry
 from llmdistill.runtime.distributed import World, on_every
 from llmdistill.teachers.rows import place_of
@@ -55,7 +55,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], metada
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.part")
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part, metadata=dict(metadata))
-    share(part)
+    apply_umask(part)
     entry = file_entry(part)
     os.replace(part, file)
     write_json(file.with_suffix(".json"), entry)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llmdistill.artifacts import differences, plain
+from llmdistill.artifacts import as_json, differences
 from llmdistill.batch import POSITIONS, Batch, Positions
 from llmdistill.config import RunConfig
 from llmdistill.config.cache import CacheConfig
@@ -194,7 +194,7 @@ def _data_record(config: RunConfig) -> dict[str, Any]:
 
 
 def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
-    return plain(
+    return as_json(
         {
             **_origin(plan.models, data, settings.teacher),
             "model": plan.models.teachers[settings.teacher].settings.model,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.artifacts import plain
+from llmdistill.artifacts import as_json
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.config.command_line import changed, to_dict
@@ -196,7 +196,7 @@ def _record(config: RunConfig, teacher: str, dtype: torch.dtype) -> dict[str, An
     calibration, data = config.student.factorize.calibration, to_dict(config)["data"]
     read = {"data.train": calibration.data or config.data.train, **task_reference(data)}
     unused = ("train", "valid", "tests", "on_policy", "rollout", "cache_dir", "pad_to_multiple_of")
-    return plain(
+    return as_json(
         {
             "content of teacher": teacher,
             "dtype of teacher": str(dtype).removeprefix("torch."),

@@ -20,7 +20,7 @@ from llmdistill.config.command_line import build, config_of, to_dict
 from llmdistill.data.sources import Data, examples_of, kind_of, write_rows
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.files import check_writable, share, temporary_folder, write_json
+from llmdistill.files import apply_umask, check_writable, temporary_folder, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
 from llmdistill.models.companions import copy_companions
@@ -140,7 +140,7 @@ def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs
             raise UserError(f"{damage}; remove {folder}, and the same call saves the model again")
         if not folder.is_dir():
             write_manifest(part)
-            share(part)
+            apply_umask(part)
             part.rename(folder)
     return str(folder)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.artifacts import plain
+from llmdistill.artifacts import as_json
 from llmdistill.config import FactorizeConfig, RunConfig
 from llmdistill.config.command_line import build, to_dict
 from llmdistill.config.strict import flattened
@@ -62,7 +62,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
             ("Versions", describe_versions(record)),
         ],
         datasets=[] if hub is None else [hub],
-        settings={"method": config.method, **_changed(plain(asked), plain(to_dict(defaults)))},
+        settings={"method": config.method, **_changed(as_json(asked), as_json(to_dict(defaults)))},
         scores={} if config.scoring.limit is not None else _scores(metrics.get("student", {})),
         table=model_table(metrics, table) if table.rows else None,
         legend=table.legend,

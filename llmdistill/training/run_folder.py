@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from llmdistill.artifacts import compare_records, plain, read_record
+from llmdistill.artifacts import as_json, compare_records, read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.config.marks import marked
@@ -55,7 +55,7 @@ _RATES = "earlier_learning_rates"
 def run_record(config: RunConfig, world_size: int) -> dict[str, Any]:
     """Return the record that identifies a run, as plain JSON values."""
     values = to_dict(config)
-    return plain(
+    return as_json(
         {
             "config": values,
             "ds_config": read_ds_config(config.ds_config),
@@ -97,7 +97,7 @@ def task_reference(data: Mapping[str, Any]) -> dict[str, str]:
 
 def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration as plain JSON values, without the settings that cannot change the student."""
-    shaping = plain(config)
+    shaping = as_json(config)
     keep_best, validates = shaping["train"].get("keep_best"), ("data.valid", "train.validate_every")
     # What chooses the best student shapes it.
     chosen_by = {"loss": validates, "score": (*validates, "scoring")}.get(keep_best, ())
@@ -117,7 +117,7 @@ def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def shaping_ds_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a DeepSpeed configuration as plain JSON values, without what cannot change the student."""
-    shaping = {key: value for key, value in plain(ds_config).items() if key not in _FREE_BLOCKS}
+    shaping = {key: value for key, value in as_json(ds_config).items() if key not in _FREE_BLOCKS}
     for name in _IMPLEMENTATION:
         shaping.get("optimizer", {}).get("params", {}).pop(name, None)
     return shaping
@@ -183,7 +183,7 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
         return None
     new = run_record(config, kept.get("world_size", 1))
     _compare(folder, kept, new, may_go_on=False)
-    old, asked = metrics["asked"], plain(scores_asked(config))
+    old, asked = metrics["asked"], as_json(scores_asked(config))
     # A trial that became a final run also has scores on the test sets; it still counts as a finished trial.
     tests = old.get("tests")
     has_all = isinstance(tests, dict) and tests.items() >= asked["tests"].items()

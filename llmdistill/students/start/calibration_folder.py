@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llmdistill.artifacts import compare_records, read_record
 from llmdistill.errors import UserError
-from llmdistill.files import is_unused, remove_abandoned, share, temporary_folder, write_error, write_json
+from llmdistill.files import apply_umask, is_unused, remove_abandoned, temporary_folder, write_error, write_json
 from llmdistill.fingerprints import file_damage, file_entry
 from llmdistill.students.start.moments import PartialSums
 from llmdistill.students.start.weighted import WeightedSVD
@@ -35,7 +35,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
         with temporary_folder(file) as folder:
             part = folder / file.name
             save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, part, dict(metadata))
-            share(part)
+            apply_umask(part)
             # The entry first: tensors that are there after a kill always have theirs, and never another's.
             file.unlink(missing_ok=True)
             write_json(file.with_suffix(".json"), file_entry(part))
