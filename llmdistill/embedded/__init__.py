@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from llmdistill.errors import UserError
-from llmdistill.models.gguf import dequantized, gguf_file
+from llmdistill.models.gguf import dequantize_file, gguf_file
 
 FOLDER = Path(__file__).parent
 SPLITS = ("train", "valid", "seen", "unseen", "skills")
@@ -23,11 +23,11 @@ def locate(reference: str) -> Path:
     its dequantized model, which the first call makes.
 
     Raises:
-        UserError: as in `locate_data` and `models.gguf.dequantized`.
+        UserError: as in `locate_data` and `models.gguf.dequantize_file`.
     """
     path = locate_data(reference)
     file = None if reference.startswith("embedded:") else gguf_file(str(path))
-    return path if file is None else dequantized(file)
+    return path if file is None else dequantize_file(file)
 
 
 def locate_data(reference: str) -> Path:

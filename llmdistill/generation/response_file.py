@@ -18,7 +18,7 @@ from llmdistill.embedded import locate, locate_data
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.fingerprints import file_sha256, fingerprint
-from llmdistill.models.companions import downloaded
+from llmdistill.models.companions import download
 
 Answers = dict[int, list[int]]
 """Index of a prompt -> its new tokens."""
@@ -47,7 +47,7 @@ def check_teacher(data: str | Path, teacher: str | Path) -> str | None:
             "answers; `llmdistill generate` makes both."
         )
     warnings = []
-    own, recorded = fingerprint(downloaded(locate(str(teacher)))), record.get("teacher_fingerprint")
+    own, recorded = fingerprint(download(locate(str(teacher)))), record.get("teacher_fingerprint")
     if own != recorded:
         warnings.append(
             f"{data}: its answers were written by {record.get('teacher')} ({recorded}), not by the teacher "

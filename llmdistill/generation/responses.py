@@ -29,7 +29,7 @@ from llmdistill.generation.response_file import parts_folder, provenance_file
 from llmdistill.generation.response_rows import answered_row, final_answers, learnable_row, prompt_row, without_answers
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
 from llmdistill.messages import say
-from llmdistill.models.companions import downloaded, generation_settings
+from llmdistill.models.companions import download, generation_settings
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
@@ -138,7 +138,7 @@ def _prepare(model: str, data: str, output: Path, settings: ResponseConfig) -> _
 def _claim(job: _Job) -> tuple[dict[str, Any], bool, set[int]]:
     """Return the request, whether its output is finished, and the finished batches."""
     request = {
-        "teacher_fingerprint": fingerprint(downloaded(locate(job.teacher))),
+        "teacher_fingerprint": fingerprint(download(locate(job.teacher))),
         "data_fingerprint": content_fingerprint([prompt_row(example) for example in job.examples]),
         # The ids of the prompts also depend on the tokenizer and its chat template.
         "prompt_ids_fingerprint": content_fingerprint(job.prompts.ids),

@@ -13,7 +13,7 @@ from llmdistill.errors import UserError
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
 from llmdistill.models.families import family_of, is_causal, shape_of
-from llmdistill.models.layer_maps import mapped_layers
+from llmdistill.models.layer_maps import parse_layer_map
 from llmdistill.step.method import Terms
 
 Scale = Literal["token", "plain"]
@@ -57,10 +57,10 @@ def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
 def map_layers(spec: str, teacher: PreTrainedConfig, student: PreTrainedConfig, *, key: str) -> list[tuple[int, int]]:
     """Return the (student, teacher) layers (0-based) to compare, as a setting `teacher_layers` maps them.
 
-    The setting has one of the forms of `mapped_layers`, with 0 for a layer of the student that learns from none.
+    The setting has one of the forms of `parse_layer_map`, with 0 for a layer of the student that learns from none.
     """
     depths = shape_of(student).num_layers, shape_of(teacher).num_layers
-    numbers = mapped_layers(spec, *depths, key=key, may_skip=True)
+    numbers = parse_layer_map(spec, *depths, key=key, may_skip=True)
     # Setting and messages count from 1, as papers do; the code counts from 0.
     return [(layer, number - 1) for layer, number in enumerate(numbers) if number > 0]
 

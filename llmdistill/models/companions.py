@@ -49,7 +49,7 @@ def read_modules(folder: Path) -> list[dict[str, Any]]:
     return modules
 
 
-def downloaded(path: Path | str, *, weights: bool = True) -> Path:
+def download(path: Path | str, *, weights: bool = True) -> Path:
     """Return a folder as it is; download the files of a hub name, and return their folder.
 
     The files are the companions and, with `weights`, the safetensors.
@@ -79,11 +79,11 @@ def copy_companions(source: Path | str, target: Path) -> None:
     of the base's tokenizer is mixed in. The target's generation settings get the end token of its tokenizer, and the
     end of a turn of its chat template.
     """
-    folder = downloaded(source)
+    folder = download(source)
     _copy_files(folder, target, (GENERATION_FILE, *_TOKENIZER))
     adapter = adapter_folder(folder)
     if adapter is not None:
-        folder = of_base(adapter, downloaded)
+        folder = of_base(adapter, download)
         _copy_files(folder, target, (GENERATION_FILE, *(() if has_tokenizer(adapter) else _TOKENIZER)))
     if (folder / MODULES_FILE).is_file():
         _copy_modules(folder, target)
@@ -156,10 +156,10 @@ def read_generation_settings(folder: Path) -> GenerationConfig | None:
 
 def generation_settings(source: Path | str) -> GenerationConfig | None:
     """Return the generation settings of a folder or hub name, or those of an adapter's base; None if it has none."""
-    folder = downloaded(source, weights=False)
+    folder = download(source, weights=False)
     adapter = adapter_folder(folder)
     if adapter is not None and not (folder / GENERATION_FILE).is_file():
-        folder = of_base(adapter, partial(downloaded, weights=False))
+        folder = of_base(adapter, partial(download, weights=False))
     return read_generation_settings(folder)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from llmdistill.errors import UserError
 from llmdistill.models.general import causal_by_classes, find_layers, position_after_padding
-from llmdistill.models.traced import Traced, traced
+from llmdistill.models.traced import Traced, trace_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -286,7 +286,7 @@ def family_of(config: PreTrainedConfig) -> Family:
 def _trace_parts(config: PreTrainedConfig) -> Traced:
     causal_by_classes(config)  # raises a clearer error for a model of an unsupported kind
     try:
-        return traced(config)
+        return trace_layers(config)
     except UserError as error:
         why = "has no entry in FAMILIES of llmdistill/models/families.py"
         why = "has layers that differ" if config.model_type in FAMILIES else why

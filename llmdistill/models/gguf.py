@@ -48,7 +48,7 @@ def gguf_file(path: str | Path) -> Path | None:
     return files[0] if files else None
 
 
-def dequantized(file: Path) -> Path:
+def dequantize_file(file: Path) -> Path:
     """Return the folder of a GGUF file's model in fp32, with tokenizer and chat template; make it if it is not there.
 
     It is named after the sha256 of the file. If several processes need it, one makes it and the others wait. A line on

@@ -31,7 +31,7 @@ _MAPS: Mapping[str, Callable[[int, int], list[int]]] = {
 """The maps of layers that have a name: the teacher's layer, counted from 1, for each layer of the student."""
 
 
-def mapped_layers(
+def parse_layer_map(
     spec: str, student_depth: int, teacher_depth: int, *, key: str, may_skip: bool = False, more: Sequence[str] = ()
 ) -> list[int]:
     """Return the teacher's layer for each layer of the student, counted from 1, as a setting names them.

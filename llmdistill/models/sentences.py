@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.errors import UserError
 from llmdistill.files import is_outside, read_json, write_json
-from llmdistill.models.companions import MODULES_FILE, downloaded, read_modules
+from llmdistill.models.companions import MODULES_FILE, download, read_modules
 from llmdistill.objective import Pooling, PoolingMode
 
 _LEGACY: dict[str, PoolingMode] = {
@@ -67,7 +67,7 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
     Raises:
         UserError: the model does more than pooling and normalization, or a file is malformed.
     """
-    folder = downloaded(source, weights=False)  # a plan reads them
+    folder = download(source, weights=False)  # a plan reads them
     modules = _module_folders(folder)
     if not modules:
         return None
@@ -127,12 +127,12 @@ def _module_folders(folder: Path) -> dict[str, Path]:
 
 def has_dense(source: Path | str) -> bool:
     """Return whether the folder or hub name of a model has a Dense."""
-    return "Dense" in _module_folders(downloaded(source, weights=False))
+    return "Dense" in _module_folders(download(source, weights=False))
 
 
 def dense_width(source: Path | str) -> int | None:
     """Return the width of the embeddings that a Dense makes, by its config; None without a Dense."""
-    folder = _module_folders(downloaded(source, weights=False)).get("Dense")
+    folder = _module_folders(download(source, weights=False)).get("Dense")
     return None if folder is None else _read_optional(folder / _DENSE_FILES[0]).get("out_features")
 
 
@@ -147,7 +147,7 @@ def load_dense(model: PreTrainedModel, source: Path | str) -> None:
     Raises:
         UserError: the Dense is not a linear with an activation of _ACTIVATIONS, or a file is malformed.
     """
-    folder = _module_folders(downloaded(source)).get("Dense")
+    folder = _module_folders(download(source)).get("Dense")
     if folder is None:
         return
     config = _read_optional(folder / _DENSE_FILES[0])
@@ -255,13 +255,13 @@ class SentencePooler:
         if self._attention_mask is None:
             return
         dense = getattr(model, DENSE, None)
-        self.embeddings = pooled(result.last_hidden_state, self._attention_mask, self._pooling, dense)
+        self.embeddings = pool_tokens(result.last_hidden_state, self._attention_mask, self._pooling, dense)
         self.projected = None
         if self._projector is not None:
             self.projected = _map_and_normalize(self.embeddings, self._projector, self._pooling)
 
 
-def pooled(hidden_BTW: Tensor, attention_mask: Tensor, pooling: Pooling, dense: nn.Module | None = None) -> Tensor:
+def pool_tokens(hidden_BTW: Tensor, attention_mask: Tensor, pooling: Pooling, dense: nn.Module | None = None) -> Tensor:
     """Return the embeddings of sentences, (B, W), or (B, modes x W) if there are several modes; at least fp32.
 
     Args:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.internals.transformers_names import is_initialized, mark_initialized
 from llmdistill.models.adapters import WEIGHTS_FILE
-from llmdistill.models.companions import downloaded, take_generation_settings
+from llmdistill.models.companions import download, take_generation_settings
 from llmdistill.models.families import is_head
 from llmdistill.models.load import Head, build_meta, check_files, config_with_head, install_saved, load_model
 from llmdistill.models.sentences import load_dense
@@ -70,7 +70,7 @@ def load_sharded(
     Raises:
         UserError: as in `load_model`.
     """
-    folder = downloaded(path)
+    folder = download(path)
     ranks = sharding.group
     check_files(folder, slice(dist.get_rank(ranks), None, dist.get_world_size(ranks)))  # which share the reading
     config = config_with_head(path, head, num_classes)

@@ -81,7 +81,7 @@ class _Recording(NamedTuple):
     """For each layer, the calls of its modules by their names within it; the layer's own is empty."""
 
 
-def traced(config: PreTrainedConfig) -> Traced:
+def trace_layers(config: PreTrainedConfig) -> Traced:
     """Trace the parts of an architecture's layers.
 
     Raises UserError, with what is missing, if the layers differ, do not call transformers' attention interface once

@@ -22,7 +22,7 @@ from llmdistill.models.families import base_name, shape_of
 from llmdistill.models.load import Head, build_random, load_model
 from llmdistill.progress import progress
 from llmdistill.students.counting import build_reference, layer_linears, layer_stacks
-from llmdistill.students.experts import factors_name, stacked
+from llmdistill.students.experts import factors_name, stack_factors
 from llmdistill.students.hub import FactorizedConfig
 from llmdistill.students.importance import Importance, important_parts
 from llmdistill.students.install import install, is_factorized, matrices, tied_heads, token_embedding, weight_of
@@ -36,7 +36,7 @@ from llmdistill.students.shapes import (
     first_parts,
     initialize,
     parse_shape,
-    shaped_config,
+    shape_config,
     teacher_layers,
 )
 from llmdistill.students.sizes import check_settings, plan, plan_embedding, summarize
@@ -79,12 +79,12 @@ def factorize(
         return best(weight if device is None else weight.to(device), size, sigma)
 
     def values(name: str, weight: Tensor, size: Size) -> dict[str, Tensor]:
-        """The parameters of the factors of one matrix (m, n)."""
-        found = _like(weight, kind.parameters(factors(kind.factors, name, weight, size)))
+        """Return the parameters of the factors of one matrix (m, n)."""
+        stored = _like(weight, kind.parameters(factors(kind.factors, name, weight, size)))
         if lost is not None:
             on = weight.device if device is None else device
-            lost[name] = squares_lost(weight.to(on), {key: each.to(on) for key, each in found.items()}, kind, size)
-        return found
+            lost[name] = squares_lost(weight.to(on), {key: value.to(on) for key, value in stored.items()}, kind, size)
+        return stored
 
     of_linears = {}
     for name, size in progress(named.sizes.items(), "Factorizing", "matrices"):
@@ -93,13 +93,20 @@ def factorize(
             path, _, stack = name.rpartition(".")
             experts = enumerate(weight)
             of_experts = [values(f"{path}.{number}.{stack}", expert, size) for number, expert in experts]
-            of_linears[factors_name(name)] = stacked(of_experts)
+            of_linears[factors_name(name)] = stack_factors(of_experts)
         else:
             of_linears[name] = values(name, weight, size)
     of_embedding = {}
     if named.embedding is not None:
-        name, table = _tied_table(model)
-        of_embedding = _like(table, factors(kind.embedding_factors, name, table, named.embedding))
+        name, embedding = token_embedding(model)
+        for head in tied_heads(model, name):
+            if model.get_submodule(head).weight is not embedding.weight:
+                raise UserError(
+                    f"the config ties {head} to the token embedding, but their weights differ; "
+                    "set tie_word_embeddings to false in config.json"
+                )
+        table_factors = factors(kind.embedding_factors, name, embedding.weight, named.embedding)
+        of_embedding = _like(embedding.weight, table_factors)
 
     # A config of its own: one that is shared with the teacher must not describe the teacher as factorized.
     shared = model.config
@@ -108,8 +115,8 @@ def factorize(
         if vars(module).get("config") is shared:
             module.config = own
     install(model, named)
-    for name, each in of_linears.items():
-        base.get_submodule(name).load_state_dict(each, strict=False)  # without the bias
+    for name, parameters in of_linears.items():
+        base.get_submodule(name).load_state_dict(parameters, strict=False)  # without the bias
     if of_embedding:
         model.get_input_embeddings().load_state_dict(of_embedding, strict=False)
     model.config.quantization_config = FactorizedConfig.of(named)
@@ -231,7 +238,7 @@ def make_student(
     """
     assert settings.shape is not None
     config, shape = load_config(teacher_path), parse_shape(settings.shape)
-    shaped = shaped_config(config, shape)
+    shaped = shape_config(config, shape)
     parts = None if settings.init == "random" else _parts(settings, config, shaped, importance)
     with new_proven_folder(output) as folder:
         student = build_random(shaped, head, seed=seed)
@@ -250,7 +257,7 @@ def make_student(
 def _parts(
     settings: StudentConfig, teacher: PreTrainedConfig, student: PreTrainedConfig, importance: Importance | None
 ) -> Parts:
-    """The parts of the teacher that a student with a shape takes. Raises UserError if the sizes do not allow it."""
+    """Return the teacher's parts that a student with a shape takes. Raises UserError if the sizes do not allow it."""
     sizes, whole = shape_of(student), shape_of(teacher)
     influence = None if importance is None else importance.influence_L
     layers = teacher_layers(
@@ -264,20 +271,8 @@ def _parts(
 
 
 def _like(weight: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values with the dtype of a weight, unless they are integers, on its device."""
+    """Return the values with the dtype of a weight, unless they are integers, on its device."""
     return {
         name: value.to(weight) if value.is_floating_point() else value.to(weight.device)
         for name, value in values.items()
     }
-
-
-def _tied_table(model: PreTrainedModel) -> tuple[str, Tensor]:
-    """Name and weight of the token embedding. Raises UserError if a head that should share the weight does not."""
-    name, embedding = token_embedding(model)
-    for head in tied_heads(model, name):
-        if model.get_submodule(head).weight is not embedding.weight:
-            raise UserError(
-                f"the config ties {head} to the token embedding, but their weights differ; "
-                "set tie_word_embeddings to false in config.json"
-            )
-    return name, embedding.weight

@@ -20,25 +20,26 @@ Shape = tuple[int, int]
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters, where tied ones count once; also on the meta device or partitioned by ZeRO-3."""
+    """Return the number of parameters, where tied ones count once; also on the meta device or partitioned by ZeRO-3."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
 
 
 def forward_flops(model: nn.Module) -> int:
-    """FLOPs of a forward pass for one token: 2 for each parameter, and eq. 7 for Kronecker products.
+    """Return the FLOPs of a forward pass for one token: 2 for each parameter, and eq. 7 for Kronecker products.
 
     The parameters of Kronecker products are used many times for a token. The products inside the attention, which grow
     with the length, are left out. An embedding table, which is only looked up, counts as much as a head that is tied to
     it.
     """
     products = [module for module in model.modules() if isinstance(module, KroneckerLinear)]
-    of_products = sum(kronecker_flops(each.out_features, each.in_features, each.shape) for each in products)
-    factors = sum(kronecker_params(each.out_features, each.in_features, each.shape) for each in products)
+    sizes = [(product.out_features, product.in_features, product.shape) for product in products]
+    of_products = sum(kronecker_flops(*size) for size in sizes)
+    factors = sum(kronecker_params(*size) for size in sizes)
     return 2 * (count_parameters(model) - factors) + of_products
 
 
 def build_reference(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel:
-    """A model on the meta device, factorized if its config says so; by default the one whose parameters papers count.
+    """Build a model on the meta device, factorized if its config says so; by default the one that papers count.
 
     That is the base model (with pooler) for encoders, and the causal LM for decoders. `config` stays as it is. Raises
     UserError if the architecture is not supported.
@@ -49,7 +50,7 @@ def build_reference(config: PreTrainedConfig, head: Head = "none") -> PreTrained
 
 
 def layer_linears(model: PreTrainedModel) -> dict[str, Shape]:
-    """Name and shape of each linear of the transformer layers: nn.Linear and Conv1D in an nn.ModuleList of the base.
+    """Return the name and shape of each linear of the layers: nn.Linear and Conv1D in an nn.ModuleList of the base.
 
     Every architecture keeps its layers in a list. The modules that must not be factorized with them (embeddings,
     pooler, lm_head, classifier) are outside of this list or outside of the base model, so no table of architectures is
@@ -57,15 +58,15 @@ def layer_linears(model: PreTrainedModel) -> dict[str, Shape]:
     """
     ties = model.get_expanded_tied_weights_keys(all_submodels=True)
     tied = {*ties.keys(), *ties.values()}  # between layers in Zamba's attention
-    found = {
+    linears = {
         name: features(module) for name, module in in_lists(model) if is_linear(module) and f"{name}.weight" not in tied
     }
-    if not found:
+    if not linears:
         raise UserError(
             f"{type(model).__name__} holds no nn.Linear or Conv1D in a list of layers, so there is nothing to "
             "factorize: a smaller model of its kind as student.model learns from it by kd, sft and seqkd"
         )
-    return found
+    return linears
 
 
 def layer_stacks(model: PreTrainedModel) -> dict[str, tuple[int, Shape]]:

@@ -43,7 +43,7 @@ class LowRankStack(nn.Module):
         return torch.cat([functional.linear(functional.linear(rows, a), b) for rows, a, b in factors if len(rows)])
 
     def dense(self) -> Tensor:
-        """The products as transformers holds them, (E, m, n)."""
+        """Return the products as transformers holds them, (E, m, n)."""
         return self.out_factors @ self.in_factors
 
     def extra_repr(self) -> str:
@@ -51,7 +51,7 @@ class LowRankStack(nn.Module):
 
 
 def stacks_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The stacks (E, m, n) of a module of experts that can be factorized, by name; none for every other module.
+    """Return the stacks (E, m, n) of a module of experts that can be factorized, by name; none for every other module.
 
     Experts with biases, transposed matrices (GPT-OSS) or a norm, and those that do not use transformers' interface of
     experts, stay as they are.
@@ -65,22 +65,22 @@ def stacks_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether the layers of a model choose experts by transformers' interface."""
+    """Return whether the layers of a model choose experts by transformers' interface."""
     return any(hasattr(module, "_apply_gate") for module in model.modules())
 
 
 def factors_name(stack: str) -> str:
-    """The name of the factors of a stack.
+    """Return the name of the factors of a stack.
 
     It does not begin with the stack's: transformers cuts what is named like the stack into the experts when it saves.
     """
     return f"{stack.removesuffix('_proj')}_factors"
 
 
-def stacked(of_experts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The parameters of a LowRankStack from those of a LowRankLinear for each expert."""
+def stack_factors(of_experts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the parameters of a LowRankStack from those of a LowRankLinear for each expert."""
     names = {"in_factors": "A.weight", "out_factors": "B.weight"}
-    return {name: torch.stack([each[single] for each in of_experts]) for name, single in names.items()}
+    return {name: torch.stack([expert[single] for expert in of_experts]) for name, single in names.items()}
 
 
 def install_stack(experts: nn.Module, name: str, factors: LowRankStack) -> None:

@@ -134,7 +134,7 @@ class FactorizedLoader(HfQuantizer):
             self.over = self.form.loader(getattr(quantization_config, self.form.key))
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raises UserError for factorization during loading, because that needs the dense weights first."""
+        """Raise a UserError for factorization during loading, because that needs the dense weights first."""
         if not self.pre_quantized:
             raise UserError(
                 "quantization_config of llmdistill describes a saved student and cannot be passed to from_pretrained; "

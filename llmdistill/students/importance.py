@@ -89,7 +89,7 @@ def measure_importance(
 def important_parts(
     importance: Importance, student: PreTrainedConfig, teacher: PreTrainedConfig, layers: list[int]
 ) -> Parts:
-    """The parts of a teacher with the largest importance, for a student of sizes that `check_sizes` allows.
+    """Return the parts of a teacher with the largest importance, for a student of sizes that `check_sizes` allows.
 
     Narrower heads: with rotary positions, queries and keys take the pairs of features whose frequencies are nearest to
     those of the student's heads, because another pair would see positions at another scale; else they take the features
@@ -147,16 +147,16 @@ class _Sums(HookSums):
     def importance(self, reduce: Callable[[Tensor], object] | None) -> Importance:
         """Return the means over the tokens of all ranks."""
         if reduce is not None:
-            for each in (self.tokens, *self._sums.values()):
-                reduce(each)
-        tokens = self.count_tokens((f"the activations of {name}", each) for name, each in self._sums.items())
-        means = {name: (each / self.tokens).cpu() for name, each in self._sums.items()}
+            for total in (self.tokens, *self._sums.values()):
+                reduce(total)
+        tokens = self.count_tokens((f"the activations of {name}", total) for name, total in self._sums.items())
+        means = {name: (total / self.tokens).cpu() for name, total in self._sums.items()}
 
         def all_layers(what: str) -> Tensor:
             return torch.stack([means[f"{what} {layer}"] for layer in range(len(layers_of(self._model)))])
 
         def of_norms(what: str) -> dict[str, Tensor]:
-            return {name.partition(" ")[2]: each for name, each in means.items() if name.startswith(f"{what} ")}
+            return {name.partition(" ")[2]: mean for name, mean in means.items() if name.startswith(f"{what} ")}
 
         scores_LGD = None
         if not has_rotary(self._model.config):

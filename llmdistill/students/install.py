@@ -28,33 +28,33 @@ from llmdistill.students.modules import FactorizedEmbedding, FactorizedLinear
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Outputs m and inputs n of a linear or Conv1D, also of one that ZeRO-3 shards."""
+    """Return the outputs m and inputs n of a linear or Conv1D, also of one that ZeRO-3 shards."""
     weight = cast(Tensor, module.weight)
     m, n = getattr(weight, "ds_shape", weight.shape)
     return (n, m) if type(module) is Conv1D else (m, n)
 
 
 def matrix(module: nn.Module) -> Tensor:
-    """The weight of a linear or Conv1D as nn.Linear stores it: (m, n), outputs by inputs."""
+    """Return the weight of a linear or Conv1D as nn.Linear stores it: (m, n), outputs by inputs."""
     weight = cast(Tensor, module.weight)
     return weight.T if type(module) is Conv1D else weight
 
 
 def weight_of(base: nn.Module, name: str) -> nn.Parameter:
-    """The weight of a linear, or the stack of experts, that has a name in the base model."""
+    """Return the weight of a linear, or the stack of experts, that has a name in the base model."""
     parent, _, leaf = name.rpartition(".")
     stack = stacks_of(base.get_submodule(parent)).get(leaf)
     return cast(nn.Parameter, base.get_submodule(name).weight) if stack is None else stack
 
 
 def matrices(base: nn.Module, name: str) -> Tensor:
-    """The matrix (m, n) of a linear, outputs by inputs, or those of a stack of experts (E, m, n)."""
+    """Return the matrix (m, n) of a linear, outputs by inputs, or those of a stack of experts (E, m, n)."""
     weight = weight_of(base, name)
     return weight if weight.dim() == 3 else matrix(base.get_submodule(name))
 
 
 def is_factorized(model: PreTrainedModel) -> bool:
-    """Whether any module of the model is factorized."""
+    """Return whether any module of the model is factorized."""
     kinds = FactorizedLinear | FactorizedEmbedding | LowRankStack
     return any(isinstance(module, kinds) for module in model.modules())
 
@@ -87,7 +87,7 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
             raise UserError(
                 f"module {own_name!r} is a {type(dense).__name__}, only nn.Linear and Conv1D can be factorized"
             )
-        base.set_submodule(own_name, _like(kind.linear, dense, size))
+        base.set_submodule(own_name, _make_like(dense, kind.linear, size))
     if factorization.embedding is not None:
         _install_embedding(model, factorization.embedding, kind)
     save_apart(model)
@@ -101,32 +101,32 @@ def save_apart(model: PreTrainedModel) -> None:
     """
     kinds = FactorizedLinear | FactorizedEmbedding | LowRankStack
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
-    factors = [f"{name}.{each}" for name, module in modules for each, _ in module.named_parameters()]
-    conversions = _saved_by(model)
-    apart = [each for each in conversions if not (isinstance(each, WeightConverter) and _renames(each, factors))]
+    factors = [f"{name}.{key}" for name, module in modules for key, _ in module.named_parameters()]
+    conversions = _saving_conversions(model)
+    apart = [entry for entry in conversions if not (isinstance(entry, WeightConverter) and _renames(entry, factors))]
     if len(apart) < len(conversions):
         set_weight_conversions(model, apart)
 
 
 def save_joined(model: PreTrainedModel, names: Collection[str]) -> None:
     """Let save_pretrained write matrices with these names as the stock architecture does, in place."""
-    own = _saved_by(model)
-    known = [each.source_patterns for each in own]
-    stock = [each for each in _stock_conversions(model) if isinstance(each, WeightConverter)]
-    joins = [each for each in stock if each.source_patterns not in known and _renames(each, names)]
+    own = _saving_conversions(model)
+    known = [entry.source_patterns for entry in own]
+    stock = [entry for entry in _stock_conversions(model) if isinstance(entry, WeightConverter)]
+    joins = [entry for entry in stock if entry.source_patterns not in known and _renames(entry, names)]
     if joins:
         set_weight_conversions(model, [*own, *joins])
 
 
-def _saved_by(model: PreTrainedModel) -> list[WeightTransform]:
-    """The conversions that save_pretrained reverts."""
+def _saving_conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    """Return the conversions that save_pretrained reverts."""
     own: list[WeightTransform] | None = weight_conversions(model)
     return _stock_conversions(model) if own is None else own
 
 
 def _stock_conversions(model: PreTrainedModel) -> list[WeightTransform]:
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    return [each for each in conversions if not isinstance(each, PrefixChange)]  # as transformers saves a new model
+    return [entry for entry in conversions if not isinstance(entry, PrefixChange)]  # as transformers saves a new model
 
 
 def _renames(conversion: WeightTransform, names: Collection[str]) -> bool:
@@ -134,15 +134,15 @@ def _renames(conversion: WeightTransform, names: Collection[str]) -> bool:
     return any(saving.rename_source_key(name)[1] is not None for name in names)
 
 
-def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -> FactorizedLinear:
-    """A factorized module with random weights, with the shape, dtype, device and the same bias as the dense one."""
+def _make_like(dense: nn.Module, make: Callable[..., FactorizedLinear], size: Size) -> FactorizedLinear:
+    """Make a factorized module with random weights, with shape, dtype, device and the same bias as the dense one."""
     m, n = features(dense)
     weight, bias = cast(Tensor, dense.weight), cast("nn.Parameter | None", dense.bias)
     with torch.device(weight.device):
         factorized = make(n, m, size, bias=bias is not None).to(weight.dtype)
     # An architecture initializes linears by their names, which our factors only share.
-    for each in factorized.modules():
-        mark_initialized(each)
+    for part in factorized.modules():
+        mark_initialized(part)
     if bias is not None:
         owner = factorized.B if factorized.bias_name == "B.bias" else factorized
         owner.bias = bias
@@ -150,7 +150,7 @@ def _like(make: Callable[..., FactorizedLinear], dense: nn.Module, size: Size) -
 
 
 def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
-    """Name and module of the model's token embedding. Raises UserError if it is no plain nn.Embedding."""
+    """Return the name and module of the model's token embedding. Raises UserError if it is no plain nn.Embedding."""
     embedding = model.get_input_embeddings()
     if type(embedding) is not nn.Embedding:
         raise UserError(
@@ -161,7 +161,7 @@ def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
 
 
 def tied_heads(model: PreTrainedModel, embedding_name: str) -> list[str]:
-    """Names of the linears whose weight is tied to the token embedding."""
+    """Return the names of the linears whose weight is tied to the token embedding."""
     return [
         target.removesuffix(".weight")
         for target, source in model.get_expanded_tied_weights_keys().items()
@@ -178,7 +178,7 @@ def _install_embedding(model: PreTrainedModel, size: int, kind: FactorizationKin
     model.set_submodule(name, factorized)
     keys = tied_weights(model)
     for head in heads:
-        tied = _like(kind.head, model.get_submodule(head), size)
+        tied = _make_like(model.get_submodule(head), kind.head, size)
         tied.A.weight, tied.B.weight = factorized.B.weight, factorized.A.weight
         model.set_submodule(head, tied)
         del keys[f"{head}.weight"]

@@ -25,7 +25,7 @@ from llmdistill.students.modules import (
     LowRankLinear,
     PivotedLinear,
 )
-from llmdistill.students.svd import pivoted, place_sigma, truncated_svd
+from llmdistill.students.svd import pivot_factors, place_sigma, truncated_svd
 
 Size: TypeAlias = int | KroneckerShape
 """The size of a factorized matrix: a rank, or the shape of its first Kronecker factors."""
@@ -78,7 +78,7 @@ def _rank(value: Any) -> int:
 
 
 def low_rank_values(u: Tensor, s: Tensor, vh: Tensor, sigma: Sigma) -> dict[str, Tensor]:
-    """The parameters of a LowRankLinear from U (n, k), Σ and Vᵀ (k, m); MaKD writes the matrix (inputs, outputs)."""
+    """Return the parameters of a LowRankLinear from U (n, k), Σ, Vᵀ (k, m); MaKD writes a matrix (inputs, outputs)."""
     a, b = place_sigma(u, s, vh, sigma)
     return {"A.weight": a.T, "B.weight": b.T}
 
@@ -112,7 +112,7 @@ _SVD = FactorizationKind(
 )
 KINDS: dict[str, FactorizationKind] = {
     "svd": _SVD,
-    "pivoted": replace(_SVD, linear=PivotedLinear, parameters=pivoted, stack=None),
+    "pivoted": replace(_SVD, linear=PivotedLinear, parameters=pivot_factors, stack=None),
     "kronecker": FactorizationKind(
         embedding_key="embedding_columns",
         dense_embedding=1,
@@ -129,5 +129,5 @@ KINDS: dict[str, FactorizationKind] = {
 
 
 def kind_name(method: str, form: FactorForm) -> str:
-    """The name of the kind that settings ask for."""
+    """Return the name of the kind for a method and a form of its factors."""
     return method if form == "plain" else form

@@ -49,7 +49,7 @@ def parse_kronecker(text: str, sums: int = 1, *, key: str = "shape") -> Kronecke
 
 
 def check_shape(shape: KroneckerShape, m: int, n: int, *, where: str) -> None:
-    """Raises UserError if a shape does not fit a matrix (m, n); it gives the divisors of the side, or the most sums."""
+    """Raise a UserError if a shape does not fit a matrix (m, n), with the divisors of the side, or the most sums."""
     for number, side, what in ((shape.m1, m, "rows"), (shape.n1, n, "columns")):
         if number < 1 or side % number:
             raise UserError(
@@ -65,25 +65,25 @@ def check_shape(shape: KroneckerShape, m: int, n: int, *, where: str) -> None:
 
 
 def most_sums(m: int, n: int, shape: KroneckerShape) -> int:
-    """The number of products that represents W (m, n) exactly: min(m1 n1, m2 n2)."""
+    """Return the number of products that represents W (m, n) exactly: min(m1 n1, m2 n2)."""
     first = shape.m1 * shape.n1
     return min(first, m * n // first)
 
 
 def second_factor(m: int, n: int, shape: KroneckerShape) -> tuple[int, int]:
-    """Rows m2 and columns n2 of the second factors of a matrix (m, n)."""
+    """Return the rows m2 and columns n2 of the second factors of a matrix (m, n)."""
     return m // shape.m1, n // shape.n1
 
 
 def rearrange(weight: Tensor, shape: KroneckerShape) -> Tensor:
-    """R(W) of eq. 3, (m1 n1, m2 n2), with one row for each block of m2 × n2; R of a Kronecker product has rank one."""
+    """Return R(W) of eq. 3, (m1 n1, m2 n2), with a row for each block of m2 × n2; R of a product A ⊗ B has rank one."""
     m1, n1, _ = shape
     m2, n2 = second_factor(weight.shape[0], weight.shape[1], shape)
     return weight.reshape(m1, m2, n1, n2).transpose(1, 2).reshape(m1 * n1, m2 * n2)
 
 
 def nearest_kronecker(weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Tensor]:
-    """A (sums, m1, n1) and B (sums, m2, n2) with the nearest sum of products to W (m, n) (KroneckerBERT eq. 2-5).
+    """Return A (sums, m1, n1) and B (sums, m2, n2) of the sum of products nearest to W (KroneckerBERT eq. 2-5).
 
     The approximation is optimal in Frobenius norm; the products are in descending order of size, with √σ in both
     factors. `weight` may have any float type, layout and device; the result is fp32 (fp64 for fp64) on the same device.
@@ -95,7 +95,7 @@ def nearest_kronecker(weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Te
 
 
 def product_flops(m: int, n: int, shape: KroneckerShape) -> tuple[int, int]:
-    """FLOPs of y = (A ⊗ B) x for one x (n,), with B first and with A first: the two sides of eq. 7's min."""
+    """Return the FLOPs of y = (A ⊗ B) x for one x (n,), with B first and with A first: the two sides of eq. 7's min."""
     m1, n1, _ = shape
     m2, n2 = second_factor(m, n, shape)
     return (
@@ -105,22 +105,22 @@ def product_flops(m: int, n: int, shape: KroneckerShape) -> tuple[int, int]:
 
 
 def kronecker_flops(m: int, n: int, shape: KroneckerShape) -> int:
-    """FLOPs of y = Σ (A_i ⊗ B_i) x for one x (n,): eq. 7 for each product, and (sums - 1) m additions."""
+    """Return the FLOPs of y = Σ (A_i ⊗ B_i) x for one x (n,): eq. 7 for each product, and (sums - 1) m additions."""
     return shape.sums * min(product_flops(m, n, shape)) + (shape.sums - 1) * m
 
 
 def dense_flops(m: int, n: int) -> int:
-    """FLOPs of y = W x for one x (n,), counted as in eq. 7: (2 n - 1) m."""
+    """Return the FLOPs of y = W x for one x (n,), counted as in eq. 7: (2 n - 1) m."""
     return (2 * n - 1) * m
 
 
 def kronecker_params(m: int, n: int, shape: KroneckerShape) -> int:
-    """Number of parameters of the factors, without bias."""
+    """Return the number of parameters of the factors, without bias."""
     m2, n2 = second_factor(m, n, shape)
     return shape.sums * (shape.m1 * shape.n1 + m2 * n2)
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, in ascending order."""
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})
+    """Return the divisors of a number, in ascending order."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})

@@ -33,7 +33,7 @@ class FactorizedLinear(nn.Module):
         return self.B(self.A(x))
 
     def dense(self) -> Tensor:
-        """The product as nn.Linear would hold it, (m, n)."""
+        """Return the product as nn.Linear would hold it, (m, n)."""
         raise NotImplementedError
 
     @property
@@ -196,7 +196,7 @@ class FactorizedEmbedding(nn.Module):
         return self.B(self.A(input_ids))
 
     def dense(self) -> Tensor:
-        """The whole table, (V, d)."""
+        """Return the whole table, (V, d)."""
         return self.B(self.A.weight)
 
     def extra_repr(self) -> str:
@@ -220,7 +220,7 @@ class KroneckerEmbedding(FactorizedEmbedding):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, columns: int, *, padding_idx: int | None = None
     ) -> None:
-        """Raises UserError if columns does not divide the width."""
+        """Raise a UserError if columns does not divide the width."""
         check_columns(columns, embedding_dim, where="KroneckerEmbedding")
         super().__init__(num_embeddings, embedding_dim, embedding_dim // columns, padding_idx)
         self.B = Spread(columns)
@@ -259,12 +259,12 @@ class Fold(_Weighted):
 
 
 def spread(rows: Tensor, b: Tensor) -> Tensor:
-    """The Kronecker product of each row with b: (..., k) -> (..., k · columns)."""
+    """Return the Kronecker product of each row with b: (..., k) -> (..., k · columns)."""
     return (rows.unsqueeze(-1) * b).flatten(-2)
 
 
 def check_columns(columns: int, width: int, *, where: str) -> None:
-    """Raises UserError, with the divisors of the width, if columns does not divide the width."""
+    """Raise a UserError, with the divisors of the width, if columns does not divide the width."""
     if columns < 1 or width % columns:
         raise UserError(
             f"{where}: {columns} columns do not divide the width {width} of the token embedding; take one of "

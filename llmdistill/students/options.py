@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,12 +44,12 @@ class Options:
     number of its entries; before any weights are read the error is the number of parameters."""
 
     def only(self, numbers: Any) -> Options:
-        """Some of the choices, in the given order."""
+        """Return some of the choices, in the given order."""
         return Options(choices=[self.choices[number] for number in numbers], costs=self.costs[:, numbers])
 
-    def with_errors(self, entries: int, kept: NDArray[np.float64], energy: float) -> Options:
-        """The same choices, of which each keeps a part of the energy Σ ‖W‖² of the weights that were looked at."""
-        missing = (1 - kept / energy).clip(min=0.0) if energy > 0 else np.zeros_like(kept)
+    def with_errors(self, entries: int, captured: NDArray[np.float64], energy: float) -> Options:
+        """Return the same choices, each of which captures a part of the energy Σ ‖W‖² of some of the weights."""
+        missing = (1 - captured / energy).clip(min=0.0) if energy > 0 else np.zeros_like(captured)
         return replace(self, costs=np.stack([*self.costs[:2], entries * missing]))
 
 
@@ -66,7 +66,7 @@ class Group:
     """Name in the reference model -> whether the matrix is transposed into this orientation."""
 
     def costs(self) -> Options:
-        """The choices dense, and every shape that makes the matrices smaller; computed without weights."""
+        """Return the choices dense, and every shape that makes the matrices smaller; computed without weights."""
         m, n, sums, count = self.m, self.n, self.sums, len(self.members)
         shapes = [KroneckerShape(m1, n1, sums) for m1 in divisors(m) for n1 in divisors(n)]
         shapes = [s for s in shapes if sums <= most_sums(m, n, s) and kronecker_params(m, n, s) < m * n]
@@ -78,11 +78,16 @@ class Group:
         return Options(choices=[None, *shapes], costs=np.stack([params, flops, params]))
 
     def errors(self, costs: Options, model: PreTrainedModel, device: torch.device | None) -> Options:
-        """The same choices with the errors on the weights of a few layers, which represent all layers."""
+        """Return the same choices with the errors on the weights of a few layers, which represent all layers."""
         energies, energy = np.zeros(len(costs.choices)), 0.0
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            for name in _sample(model, list(self.members)):
+            layers = f"{layers_name(model)}."
+            layer_of = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in self.members}
+            numbers = sorted(set(layer_of.values()), key=int)
+            count = min(SAMPLED_LAYERS, len(numbers))
+            sampled = {numbers[(2 * i + 1) * len(numbers) // (2 * count)] for i in range(count)}
+            for name in (name for name in self.members if layer_of[name] in sampled):
                 weight = matrix(model.base_model.get_submodule(base_name(model, name)))
                 weight = (weight.T if self.members[name] else weight).to(device or weight.device).float().contiguous()
                 energy += _square(weight)
@@ -103,13 +108,13 @@ class Table:
     """The only choice; None allows all divisors of the width."""
 
     def costs(self) -> Options:
-        """The choices; computed without weights."""
+        """Return the choices; computed without weights."""
         choices = divisors(self.width) if self.columns is None else [self.columns]
         params = np.array([self.vocabulary * (self.width // c) + (c if c > 1 else 0) for c in choices], dtype=float)
         return Options(choices=choices, costs=np.stack([params, np.zeros_like(params), params]))
 
     def errors(self, costs: Options, model: PreTrainedModel, device: torch.device | None) -> Options:
-        """The same choices with the exact errors, which are all computed from one product of the table with itself.
+        """Return the same choices with the exact errors, all computed from one product of the table with itself.
 
         The product for the table in rows of n is the sum of the blocks of n × n on the diagonal of this product.
         """
@@ -119,57 +124,47 @@ class Table:
         gram = torch.zeros(width, width, dtype=torch.float64, device=table.device)
         for chunk in table.reshape(-1, width).split(max(1, 2**22 // width)):
             gram.addmm_(chunk.double().T, chunk.double())
-        kept = []
+        captured = []
         for columns in costs.choices:
             blocks = gram.unfold(0, columns, columns).unfold(1, columns, columns)  # (d / n, d / n, n, n)
-            kept.append(float(torch.linalg.eigvalsh(blocks.diagonal().sum(-1))[-1]))
-        return costs.with_errors(table.numel(), np.array(kept), float(gram.trace()))
+            captured.append(float(torch.linalg.eigvalsh(blocks.diagonal().sum(-1))[-1]))
+        return costs.with_errors(table.numel(), np.array(captured), float(gram.trace()))
 
 
 def make_groups(model: PreTrainedModel, linears: Mapping[str, tuple[int, int]], sums: int) -> list[Group]:
-    """The groups of a model's linears, given as (m, n) by name: by size, attention and feed-forward separate."""
+    """Return the groups of a model's linears, given as (m, n) by name: by size, attention and feed-forward separate."""
     layers, feed_forward = layers_name(model), list[str]()
     if has_family(model.config):
         family = family_of(model.config)
         names = (family.ffn_up, family.ffn_gate, family.ffn_down)
         feed_forward = [f".{name}" for name in names if name is not None]
-    found: dict[tuple[str, int, int], dict[str, bool]] = {}
+    members: dict[tuple[str, int, int], dict[str, bool]] = {}
     for name, (m, n) in linears.items():
         # The name begins at the layer: BERT's attention.output.dense is not its output.dense.
         inner = "." + base_name(model, name).removeprefix(f"{layers}.").partition(".")[2]
         is_known = inner in feed_forward or (not feed_forward and "attn" not in inner and "attention" not in inner)
         part = "ffn" if is_known else "attention"
-        found.setdefault((part, max(m, n), min(m, n)), {})[name] = m < n
+        members.setdefault((part, max(m, n), min(m, n)), {})[name] = m < n
     return [
-        Group(label=f"{part} {m}x{n}", m=m, n=n, sums=sums, members=members) for (part, m, n), members in found.items()
+        Group(label=f"{part} {m}x{n}", m=m, n=n, sums=sums, members=names) for (part, m, n), names in members.items()
     ]
 
 
-def undominated(options: Options, *, with_flops: bool) -> Options:
+def drop_dominated(options: Options, *, with_flops: bool) -> Options:
     """Drop each choice for which another choice is no larger in any cost: the best combination never needs it.
 
     FLOPs are a cost only if they are limited.
     """
     cost = options.costs[[0, 2, 1] if with_flops else [0, 2]].T
-    kept: list[int] = []
+    best: list[int] = []
     for number in np.lexsort(cost.T[::-1]):  # a choice comes after all choices that dominate it
-        if not (kept and (cost[kept] <= cost[number]).all(axis=1).any()):
-            kept.append(int(number))
-    return options.only(kept)
-
-
-def _sample(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """The names that belong to a few layers."""
-    layers = f"{layers_name(model)}."
-    number = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in names}
-    present = sorted(set(number.values()), key=int)
-    count = min(SAMPLED_LAYERS, len(present))
-    taken = {present[(2 * i + 1) * len(present) // (2 * count)] for i in range(count)}
-    return [name for name in names if number[name] in taken]
+        if not (best and (cost[best] <= cost[number]).all(axis=1).any()):
+            best.append(int(number))
+    return options.only(best)
 
 
 def _leading_energy(rearranged: Tensor, sums: int) -> float:
-    """The sum of the largest squared singular values, for ranking."""
+    """Return the sum of the largest squared singular values, for ranking."""
     short = min(rearranged.shape)
     if short <= EXACT_SIDE:
         wide = rearranged if rearranged.shape[0] == short else rearranged.T

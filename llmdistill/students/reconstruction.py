@@ -25,13 +25,13 @@ def squares_lost(weight: Tensor, values: Mapping[str, Tensor], kind: Factorizati
     factorized.load_state_dict(values, assign=True)
     exact = torch.promote_types(weight.dtype, torch.float32)
     difference = factorized.to(exact).dense().sub_(weight)
-    norms = (torch.linalg.vector_norm(each, dtype=exact) for each in (difference, weight))
+    norms = (torch.linalg.vector_norm(matrix, dtype=exact) for matrix in (difference, weight))
     left_out, whole = (float(norm) ** 2 for norm in norms)
     return left_out, whole
 
 
 def by_kind(lost: Mapping[str, Squares]) -> dict[str, dict[str, Any]]:
-    """Sum what the matrices lost, which `factorize` found, over each kind of matrix.
+    """Sum what the matrices lost, as `factorize` measures it, over each kind of matrix.
 
     Returns:
         For each kind of matrix, by the last part of its name such as q_proj: `matrices`, how many there are, and
@@ -39,14 +39,14 @@ def by_kind(lost: Mapping[str, Squares]) -> dict[str, dict[str, Any]]:
         smallest: it keeps what matters for the data.
     """
     kinds: dict[str, list[Squares]] = defaultdict(list)
-    for name, squares in lost.items():
-        kinds[name.rsplit(".", 1)[-1]].append(squares)
+    for name, of_matrix in lost.items():
+        kinds[name.rsplit(".", 1)[-1]].append(of_matrix)
     return {
         kind: {
-            "matrices": len(found),
-            "lost": math.sqrt(math.fsum(a for a, _ in found) / max(math.fsum(b for _, b in found), 1e-30)),
+            "matrices": len(squares),
+            "lost": math.sqrt(math.fsum(a for a, _ in squares) / max(math.fsum(b for _, b in squares), 1e-30)),
         }
-        for kind, found in kinds.items()
+        for kind, squares in kinds.items()
     }
 
 
@@ -54,5 +54,5 @@ def as_lines(lost: dict[str, dict[str, Any]]) -> str:
     """Return the kinds as lines for the terminal, the one that loses most first."""
     ordered = sorted(lost.items(), key=lambda item: -item[1]["lost"])
     width = max(map(len, lost)) + 2
-    lines = [f"{kind:{width}}{each['matrices']:4} matrices, {each['lost']:.1%} of their norm" for kind, each in ordered]
+    lines = [f"{kind:{width}}{row['matrices']:4} matrices, {row['lost']:.1%} of their norm" for kind, row in ordered]
     return "\n".join(["lost by each kind of matrix", *(f"  {line}" for line in lines)])

@@ -29,7 +29,7 @@ from llmdistill.progress import progress
 from llmdistill.students.counting import build_reference, count_parameters, layer_linears
 from llmdistill.students.install import token_embedding
 from llmdistill.students.kronecker import dense_flops
-from llmdistill.students.options import Group, Options, Table, make_groups, undominated
+from llmdistill.students.options import Group, Options, Table, drop_dominated, make_groups
 from llmdistill.students.sizes import DENSE, check_settings, parse_target, plan_embedding
 
 CANDIDATES = 10
@@ -56,14 +56,14 @@ class Candidate:
     """Settings that make this student: shapes by module pattern instead of a target."""
 
     def row(self) -> dict[str, Any]:
-        """The candidate as plain JSON values."""
+        """Return the candidate as plain JSON values."""
         values = asdict(self)
         settings = {key: values["settings"][key] for key in ("shapes", "sums", "embedding_columns")}
         return {**values, "settings": settings}
 
 
 def needs_search(settings: FactorizeConfig, method: str) -> bool:
-    """Whether these settings leave the sizes to `search`, which reads the weights."""
+    """Return whether these settings leave the sizes to `search`, which reads the weights."""
     return method == "kronecker" and settings.target_params is not None
 
 
@@ -71,7 +71,7 @@ def needs_search(settings: FactorizeConfig, method: str) -> bool:
 def search(
     model: PreTrainedModel | Path | str, settings: FactorizeConfig, *, device: torch.device | None = None
 ) -> list[Candidate]:
-    """The combinations of shapes within target_params and max_flops that have the smallest error, best first.
+    """Return the combinations of shapes within target_params and max_flops that have the smallest error, best first.
 
     The errors of linears are measured on a few layers, from their largest singular values by a randomized SVD; the
     error of the embedding is exact. Raises UserError if settings do not fit the model, or if no combination reaches the
@@ -84,7 +84,12 @@ def search(
     plan_embedding(reference, settings, "kronecker")
     linears = layer_linears(reference)
     all_flops = sum(dense_flops(m, n) for m, n in linears.values())
-    most_flops = _most_flops(settings.max_flops, all_flops)
+    most_flops = math.inf
+    if settings.max_flops is not None:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", settings.max_flops)
+        if match is None or not 0 < float(match[1]) <= 100:
+            raise UserError(f"max_flops {settings.max_flops!r} is no share of the teacher's FLOPs: write 30%")
+        most_flops = int(float(match[1]) / 100 * all_flops)
     _, embedding = token_embedding(reference)
     fixed = count_parameters(reference) - sum(m * n for m, n in linears.values()) - embedding.weight.numel()
     target = parse_target(settings.target_params, count_parameters(reference))
@@ -96,26 +101,26 @@ def search(
     costs = [part.costs() for part in parts]
     _check_reach(settings, costs, fixed, target, all_flops, most_flops)
     # The choices of each group that fit if all other groups take their smallest choice.
-    least = [each.costs[:2].min(axis=1) for each in costs]
+    least = [options.costs[:2].min(axis=1) for options in costs]
     room = np.array([target - fixed, most_flops]) - np.sum(least, axis=0)
-    fits = [(each.costs[:2] <= (room + own)[:, None]).all(0) for each, own in zip(costs, least, strict=True)]
-    fitting = [each.only(np.nonzero(fit)[0]) for each, fit in zip(costs, fits, strict=True)]
+    fits = [(options.costs[:2] <= (room + own)[:, None]).all(0) for options, own in zip(costs, least, strict=True)]
+    fitting = [options.only(np.nonzero(fit)[0]) for options, fit in zip(costs, fits, strict=True)]
     if not isinstance(model, PreTrainedModel):
         model = load_model(model, dtype="auto", head="saved")
     pairs = zip(progress(parts, "Shapes", "groups of matrices"), fitting, strict=True)
-    options = [part.errors(choices, model, device) for part, choices in pairs]
-    numbers = count_parameters(reference) - fixed
-    kept = [undominated(option, with_flops=settings.max_flops is not None) for option in options]
-    chosen, totals = combine(kept, target - fixed, most_flops)
+    measured = [part.errors(choices, model, device) for part, choices in pairs]
+    entries = count_parameters(reference) - fixed
+    best = [drop_dominated(options, with_flops=settings.max_flops is not None) for options in measured]
+    chosen, totals = combine(best, target - fixed, most_flops)
     return [
         Candidate(
-            shapes={group.label: _text(kept[k + 1].choices[pick[k + 1]]) for k, group in enumerate(groups)},
-            embedding_columns=kept[0].choices[pick[0]],
+            shapes={group.label: _text(best[k + 1].choices[pick[k + 1]]) for k, group in enumerate(groups)},
+            embedding_columns=best[0].choices[pick[0]],
             params=fixed + int(total[0]),
             flops_per_token=int(total[1]),
             flops_share=float(total[1] / all_flops),
-            relative_error=float((max(total[2], 0.0) / numbers) ** 0.5),
-            settings=_settings(settings, groups, kept, pick),
+            relative_error=float((max(total[2], 0.0) / entries) ** 0.5),
+            settings=_settings(settings, groups, best, pick),
         )
         for pick, total in zip(chosen, totals, strict=True)
     ]
@@ -124,12 +129,12 @@ def search(
 def combine(
     options: Sequence[Options], most_params: float, most_flops: float, count: int = CANDIDATES
 ) -> tuple[list[tuple[int, ...]], list[NDArray[np.float64]]]:
-    """The best combinations of one choice per list: their indices and sums (parameters, FLOPs, squared error).
+    """Return the best combinations of one choice per list: their indices and sums (parameters, FLOPs, squared error).
 
     All combinations are evaluated, for one choice of the first list at a time. If errors are equal, fewer parameters
     win.
     """
-    first, *others = (each.costs for each in options)
+    first, *others = (group.costs for group in options)
     rest, sizes = np.zeros((3, 1)), [table.shape[1] for table in others]
     for table in others:
         rest = (rest[:, :, None] + table[:, None, :]).reshape(3, -1)
@@ -146,14 +151,14 @@ def combine(
 
 
 def as_table(candidates: Sequence[Mapping[str, Any]], teacher_params: int) -> str:
-    """The rows of candidates as a text table, with one line for each combination."""
+    """Return the rows of candidates as a text table, with one line for each combination."""
     groups = list(candidates[0]["shapes"])
     rows = [["parameters", "share", "FLOPs/token", "share", "error", *groups, "embedding columns"]]
-    for each in candidates:
-        figures = [f"{each['params']:,}", f"{each['params'] / teacher_params:.1%}", f"{each['flops_per_token']:,}"]
-        figures += [f"{each['flops_share']:.1%}", f"{each['relative_error']:.4f}"]
-        columns = "dense" if each["embedding_columns"] == 1 else str(each["embedding_columns"])
-        rows.append([*figures, *each["shapes"].values(), columns])
+    for row in candidates:
+        figures = [f"{row['params']:,}", f"{row['params'] / teacher_params:.1%}", f"{row['flops_per_token']:,}"]
+        figures += [f"{row['flops_share']:.1%}", f"{row['relative_error']:.4f}"]
+        columns = "dense" if row["embedding_columns"] == 1 else str(row["embedding_columns"])
+        rows.append([*figures, *row["shapes"].values(), columns])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -161,7 +166,7 @@ def as_table(candidates: Sequence[Mapping[str, Any]], teacher_params: int) -> st
 def _settings(
     settings: FactorizeConfig, groups: Sequence[Group], options: Sequence[Options], pick: Sequence[int]
 ) -> FactorizeConfig:
-    """Settings that give these shapes, with one pattern for the same linear of all layers."""
+    """Return the settings that give these shapes, with one pattern for the same linear of all layers."""
     shapes = {}
     for group, option, number in zip(groups, options[1:], pick[1:], strict=True):
         choice = option.choices[number]
@@ -176,28 +181,18 @@ def _text(choice: Any) -> str:
     return DENSE if choice is None else str(choice)
 
 
-def _most_flops(text: str | None, all_flops: int) -> float:
-    """The number of FLOPs that max_flops allows."""
-    if text is None:
-        return math.inf
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", text)
-    if match is None or not 0 < float(match[1]) <= 100:
-        raise UserError(f"max_flops {text!r} is no share of the teacher's FLOPs: write 30%")
-    return int(float(match[1]) / 100 * all_flops)
-
-
 def _check_reach(
     settings: FactorizeConfig, costs: Sequence[Options], fixed: int, target: int, all_flops: int, most_flops: float
 ) -> None:
-    """Raises UserError if no combination has so few parameters, or so few FLOPs."""
-    fewest = sum(float(each.costs[1].min()) for each in costs)
+    """Raise a UserError if no combination has so few parameters, or so few FLOPs."""
+    fewest = sum(float(options.costs[1].min()) for options in costs)
     if fewest > most_flops:
         raise UserError(
             f"max_flops {settings.max_flops} is out of reach: with {settings.sums} sum(s) no shapes take less than "
             f"{fewest / all_flops:.2%} of the teacher's FLOPs; raise it"
         )
-    kept = [undominated(each, with_flops=settings.max_flops is not None) for each in costs]
-    _, totals = combine(kept, math.inf, most_flops, count=1)
+    best = [drop_dominated(options, with_flops=settings.max_flops is not None) for options in costs]
+    _, totals = combine(best, math.inf, most_flops, count=1)
     nearest = fixed + int(totals[0][0])
     if nearest > target:
         columns = "" if settings.embedding_columns is None else f", {settings.embedding_columns} embedding columns"

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import Axis, Family, Shape, base_name, family_of, has_rotary, is_head, shape_of
-from llmdistill.models.layer_maps import mapped_layers
+from llmdistill.models.layer_maps import parse_layer_map
 
 
 class StudentShape(NamedTuple):
@@ -50,8 +50,8 @@ def parse_shape(text: str, *, key: str = "student.shape") -> StudentShape:
     return shape
 
 
-def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedConfig:
-    """The config of a dense student of the given shape; all other values are the teacher's.
+def shape_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedConfig:
+    """Return the config of a dense student of the given shape; all other values are the teacher's.
 
     The student keeps the teacher's ratios of feed-forward width to width (rounded), of key-value heads to heads, and of
     the features of all heads to the width, and the pattern of layer types, unless the shape says otherwise. Depth and
@@ -113,10 +113,10 @@ def shaped_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedC
 def teacher_layers(
     spec: str, student_depth: int, teacher_depth: int, *, key: str, influence: Tensor | None = None
 ) -> list[int]:
-    """The teacher's layers (0-based) whose weights initialize the student's layers.
+    """Return the teacher's layers (0-based) whose weights initialize the student's layers.
 
     `spec` is important (those with the largest `influence`, which has a number for each of the teacher's layers; in
-    their order), or one of `mapped_layers`. Raises UserError, which names the setting by `key`, for another word, for
+    their order), or one of `parse_layer_map`. Raises UserError, which names the setting by `key`, for another word, for
     numbers that do not fit, and for a student that is deeper than its teacher.
     """
     if student_depth > teacher_depth:
@@ -127,12 +127,12 @@ def teacher_layers(
     if spec == "important":
         assert influence is not None, "the influence of the layers is not measured"
         return largest(influence, student_depth).tolist()
-    numbers = mapped_layers(spec, student_depth, teacher_depth, key=key, more=["important"])
+    numbers = parse_layer_map(spec, student_depth, teacher_depth, key=key, more=["important"])
     return [number - 1 for number in numbers]
 
 
 def largest(values_N: Tensor, count: int) -> Tensor:
-    """The indices of the largest values of the last axis, ascending; among equal values the first."""
+    """Return the indices of the largest values of the last axis, ascending; among equal values the first."""
     return values_N.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
 
 
@@ -181,7 +181,7 @@ class Parts:
 
 
 def first_parts(student: PreTrainedConfig, teacher: PreTrainedConfig, layers: list[int]) -> Parts:
-    """The first channels, heads and neurons of a teacher's layers, and the first features of each head.
+    """Return the first channels, heads and neurons of a teacher's layers, and the first features of each head.
 
     Rotary positions rotate feature i together with feature i + D/2 of a head, so queries and keys take the first D'/2
     features of each half, which keeps the pairs together.
@@ -207,7 +207,7 @@ def initialize(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts)
     """Copy parts of the teacher's weights into the student, in place.
 
     Args:
-        student: a model with a config from `shaped_config`.
+        student: a model with a config from `shape_config`.
         teacher: a dense model of the same architecture, of sizes that `check_sizes` allows. A model head that only one
             of them has is not changed.
         parts: what the student takes. The frequencies of rotary positions are those of the student's head width D',
@@ -218,7 +218,7 @@ def initialize(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts)
     for name in (family.ffn_up, family.ffn_gate):
         if name is not None:
             rules[name] = ("ffn", "hidden")
-    taken = [_taken(parts, index, teacher_sizes) for index in range(len(parts.layers))]
+    indices = [_find_indices(parts, index, teacher_sizes) for index in range(len(parts.layers))]
     sources = {base_name(teacher, name): weight for name, weight in teacher.named_parameters(remove_duplicate=False)}
     for name, target in student.named_parameters():
         owner, _, leaf = base_name(student, name).rpartition(".")
@@ -233,14 +233,14 @@ def initialize(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts)
         assert len(axes) == source.ndim, f"no rule for the axes of {name}"
         for dim, axis in enumerate(axes):
             if axis != "whole":
-                source = source.index_select(dim, taken[layer or 0][axis].to(source.device))
+                source = source.index_select(dim, indices[layer or 0][axis].to(source.device))
         assert source.shape == target.shape, f"no rule for the axes of {name}: {source.shape} is not {target.shape}"
         factor = parts.norm_factors.get(source_owner, 1.0) if leaf == "weight" else 1.0
         target.copy_(source if factor == 1 else source * factor)
 
 
-def _taken(parts: Parts, layer: int, teacher: Shape) -> dict[Axis, Tensor]:
-    """The indices to take from each axis of the teacher's parameters, in the order of a layer of the student."""
+def _find_indices(parts: Parts, layer: int, teacher: Shape) -> dict[Axis, Tensor]:
+    """Return the indices to take from each axis of the teacher's parameters, in the order of a layer of the student."""
     groups_G, matched_GD, values_GD = parts.groups_LG[layer], parts.matched_LGD[layer], parts.values_LGD[layer]
     shared = teacher.num_heads // teacher.num_kv_heads
     heads_GQ = groups_G[:, None] * shared + torch.arange(shared)
@@ -261,7 +261,7 @@ def _taken(parts: Parts, layer: int, teacher: Shape) -> dict[Axis, Tensor]:
 
 
 def split_name(owner: str, family: Family) -> tuple[int | None, str]:
-    """The layer of a module and the module's name within it; None and the full name for modules outside the layers."""
+    """Return the layer of a module and the module's name within it; None and the full name outside of the layers."""
     match = re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", owner)
     return (None, owner) if match is None else (int(match[1]), match[2])
 
@@ -269,7 +269,7 @@ def split_name(owner: str, family: Family) -> tuple[int | None, str]:
 def _axes_of(
     module: nn.Module, owner: str, leaf: str, rules: Mapping[str, tuple[Axis, ...]] | None = None
 ) -> tuple[Axis, ...]:
-    """The axes of a module's parameter in stored order; empty if there is no rule.
+    """Return the axes of a module's parameter in stored order; empty if there is no rule.
 
     Without `rules` the module is outside the layers: an embedding, or a linear of a head. Those that are called dense
     or vocab_transform map the width to the width, all others to tokens or classes.

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from decimal import Decimal
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
 def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd") -> Factorization:
-    """The sizes of the linears that are to be factorized, by module name, and of the token embedding.
+    """Return the sizes of the linears that are to be factorized, by module name, and of the token embedding.
 
     All other linears stay dense, and so do the stacks of experts if the kind has no factors for them; the matrices of a
     stack share a rank. With a single rank, given or computed from a target, so does a linear that would not
@@ -95,7 +96,7 @@ def plan_student(model: PreTrainedModel, settings: StudentConfig) -> Factorizati
 
 
 def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: str) -> Factorization:
-    """The factorization of the token embedding alone.
+    """Return the factorization of the token embedding alone.
 
     Raises UserError if its size does not fit the model, or if the model is already factorized.
     """
@@ -114,7 +115,7 @@ def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: st
 
 
 def check_settings(settings: FactorizeConfig, method: str) -> None:
-    """Raises UserError for a setting that only another method uses, and for settings that contradict each other."""
+    """Raise a UserError for a setting that only another method uses, and for settings that contradict each other."""
     if method not in SETTINGS:
         raise UserError(f"there is no method {method!r} of factorization; there are {', '.join(SETTINGS)}")
     embedding_key, own = KINDS[method].embedding_key, SETTINGS[method]
@@ -202,7 +203,7 @@ def _described(method: str, linears: Mapping[str, Shape], sizes: Mapping[str, An
 
 
 def rank_budget(model: PreTrainedModel, settings: FactorizeConfig, dense: Collection[str] = ()) -> int:
-    """The number of parameters that target_params leaves for the linears of the layers, beside those that stay dense.
+    """Return the number of parameters that target_params leaves for the layers' linears, without those that stay dense.
 
     `dense` are names in the base model. Raises UserError if rank_multiple for every other linear has more.
     """
@@ -227,7 +228,7 @@ def rank_budget(model: PreTrainedModel, settings: FactorizeConfig, dense: Collec
 
 
 def fixed_params(model: PreTrainedModel, settings: FactorizeConfig) -> int:
-    """The number of parameters outside of the matrices of the layers that can be factorized."""
+    """Return the number of parameters outside of the matrices of the layers that can be factorized."""
     fixed = count_parameters(model) - sum(count * m * n for count, (m, n) in _matrices(model, settings).values())
     if settings.embedding_rank is not None:
         # A tied head shares the factors as it shared the table, an untied head stays dense.
@@ -257,7 +258,7 @@ def parse_target(text: str | float, teacher_params: int) -> int:
 
 
 def _by_pattern(patterns: Mapping[str, Any], names: Collection[str], *, key: str) -> Iterator[tuple[str, str, Any]]:
-    """Each name with the first pattern that matches it and its value. Raises UserError for a pattern without match."""
+    """Yield each name with the first pattern that matches it and its value; raise a UserError if a pattern has none."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = did_you_mean(pattern, names) or f", such as {next(iter(names))}"
@@ -272,9 +273,9 @@ def _by_pattern(patterns: Mapping[str, Any], names: Collection[str], *, key: str
 
 
 def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
-    """The rank of each linear, and stack of experts, that svd factorizes."""
-    found = _matrices(model, settings)
-    linears = {name: shape for name, (_, shape) in found.items()}
+    """Return the rank of each linear, and stack of experts, that svd factorizes."""
+    matrices = _matrices(model, settings)
+    linears = {name: shape for name, (_, shape) in matrices.items()}
     if settings.ranks is not None:
         ranks = {}
         for name, pattern, rank in _by_pattern(settings.ranks, linears, key="ranks"):
@@ -283,7 +284,7 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
         return ranks
     largest = max(largest_rank(m, n, settings.form) for m, n in linears.values())
     if settings.target_params is not None:
-        rank = _rank_within(model, found, settings, largest)
+        rank = _rank_within(model, matrices, settings, largest)
     elif settings.rank is not None:
         rank = settings.rank
         for name, shape in linears.items():
@@ -315,14 +316,14 @@ def _matrices(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, tu
 def _rank_within(
     model: PreTrainedModel, matrices: Mapping[str, tuple[int, Shape]], settings: FactorizeConfig, largest: int
 ) -> int:
-    """The largest single rank, up to a largest one, with which the model stays within target_params."""
+    """Return the largest single rank, up to a largest one, with which the model stays within target_params."""
     assert settings.target_params is not None
     target = parse_target(settings.target_params, count_parameters(model))
     fixed = fixed_params(model, settings)
 
     def total(rank: int) -> int:
-        each = (count * factor_params(m, n, rank, settings.form) for count, (m, n) in matrices.values())
-        return fixed + sum(each)
+        sizes = (count * factor_params(m, n, rank, settings.form) for count, (m, n) in matrices.values())
+        return fixed + sum(sizes)
 
     rank = bisect_right(range(1, largest + 1), target, key=total)
     if rank == 0:
@@ -335,7 +336,7 @@ def _rank_within(
 
 
 def _shapes(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, KroneckerShape]:
-    """The shape of each linear that becomes a sum of Kronecker products."""
+    """Return the shape of each linear that becomes a sum of Kronecker products."""
     if settings.target_params is not None:
         raise UserError(
             f"target_params {settings.target_params} with the method kronecker needs the weights: run llmdistill "
@@ -345,7 +346,20 @@ def _shapes(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, Kron
     if settings.shapes is None:
         return {}
     linears = layer_linears(model)
-    _refuse_dense_head(model, settings.shapes, linears, settings.embedding_columns)
+    dense = [pattern for pattern, text in settings.shapes.items() if text == DENSE]
+    of_no_layer = [pattern for pattern in dense if not any(fnmatchcase(name, pattern) for name in linears)]
+    if of_no_layer and settings.embedding_columns not in (None, 1):
+        # A head that is tied to the factorized embedding has no matrix of its own that could stay dense.
+        whole = model
+        if model.get_output_embeddings() is None:  # the model that papers count has no head if it is an encoder
+            whole = build_meta(model.config, "lm_head")
+        for head, pattern in product(tied_heads(whole, token_embedding(whole)[0]), of_no_layer):
+            if fnmatchcase(head, pattern):
+                raise UserError(
+                    f"shapes[{pattern!r}] asks {head} to stay dense, but it is tied to the token embedding, which "
+                    f"embedding_columns {settings.embedding_columns} compresses: leave one of the two out, or untie "
+                    "them (tie_word_embeddings false in the teacher's config.json)"
+                )
     shapes = {}
     for name, pattern, text in _by_pattern(settings.shapes, linears, key="shapes"):
         if text != DENSE:
@@ -353,24 +367,3 @@ def _shapes(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, Kron
             shapes[name] = parse_kronecker(text, settings.sums, key=key)
             check_shape(shapes[name], *linears[name], where=f"{key} {text} for {name}")
     return shapes
-
-
-def _refuse_dense_head(
-    model: PreTrainedModel, shapes: Mapping[str, str], linears: Collection[str], columns: int | None
-) -> None:
-    """Raises UserError if the settings keep a head dense that has no own matrix, as it is tied to the embedding."""
-    dense = [pattern for pattern, text in shapes.items() if text == DENSE]
-    asked = [pattern for pattern in dense if not any(fnmatchcase(name, pattern) for name in linears)]
-    if columns in (None, 1) or not asked:
-        return
-    whole = model
-    if model.get_output_embeddings() is None:  # the model that papers count has no head if it is an encoder
-        whole = build_meta(model.config, "lm_head")
-    for head in tied_heads(whole, token_embedding(whole)[0]):
-        for pattern in asked:
-            if fnmatchcase(head, pattern):
-                raise UserError(
-                    f"shapes[{pattern!r}] asks {head} to stay dense, but it is tied to the token embedding, which "
-                    f"embedding_columns {columns} compresses: leave one of the two out, or untie "
-                    "them (tie_word_embeddings false in the teacher's config.json)"
-                )

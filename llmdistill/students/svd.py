@@ -44,12 +44,12 @@ DIRECTION_FLOOR = 1e-9
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The best rank-k approximation as U (n, k), Σ (k), Vᵀ (k, m), singular values descending (MaKD eq. 11).
+    """Return the best rank-k approximation as U (n, k), Σ (k), Vᵀ (k, m), singular values descending (MaKD eq. 11).
 
     `matrix` is (n, m), with any float type, layout and device; the result is fp32 (fp64 for an fp64 matrix) on the same
     device. U and V have orthonormal columns even if singular values are zero, so that zero directions can still be
-    trained, and the same ones on every processor but for their signs (`determined`). The squared error is Σ_{i>k} σᵢ²;
-    its root has a relative accuracy of 1e-6.
+    trained, and the same ones on every processor but for their signs (`determine_vectors`). The squared error is
+    Σ_{i>k} σᵢ²; its root has a relative accuracy of 1e-6.
     """
     n, m = matrix.shape
     assert 1 <= rank <= min(n, m), (rank, n, m)
@@ -59,7 +59,7 @@ def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `truncated_svd`, for a few singular values of a matrix with a very short side or a very long one.
+    """Return what `truncated_svd` does, for few singular values of a matrix with a very short side or a very long one.
 
     It always uses the Gram matrix of the shorter side; for 2.9 million rows of 8 this matrix has 64 entries.
     """
@@ -72,7 +72,7 @@ def leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def place_sigma(u: Tensor, s: Tensor, vh: Tensor, sigma: Literal["left", "balanced"]) -> tuple[Tensor, Tensor]:
-    """A (n, k) and B (k, m) with A B = U Σ Vᵀ: "left" is A = UΣ, B = Vᵀ (MaKD eq. 11), "balanced" √Σ on both sides."""
+    """Return A (n, k) and B (k, m) with A B = U Σ Vᵀ: "left" is A = UΣ, B = Vᵀ (MaKD eq. 11), "balanced" √Σ on both."""
     if sigma == "left":
         return u * s, vh
     root = s.sqrt()
@@ -87,11 +87,13 @@ def _stored(factors: tuple[Tensor, Tensor, Tensor], matrix: Tensor) -> tuple[Ten
 
 def _full(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    return determined(u, s, vh, rank)
+    return determine_vectors(u, s, vh, rank)
 
 
-def determined(u: Tensor, s: Tensor, vh: Tensor, rank: int, *, zero: float = CHANCE) -> tuple[Tensor, Tensor, Tensor]:
-    """The leading k vectors of an SVD in fp64, with those that the matrix leaves open chosen by a fixed rule.
+def determine_vectors(
+    u: Tensor, s: Tensor, vh: Tensor, rank: int, *, zero: float = CHANCE
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the leading k vectors of an SVD in fp64, with those that the matrix leaves open chosen by a fixed rule.
 
     Equal singular values determine only the space that their vectors span together, and singular values of zero only
     that their vectors are orthogonal to all others. There a decomposition returns what rounding makes of it. The rule
@@ -111,19 +113,19 @@ def determined(u: Tensor, s: Tensor, vh: Tensor, rank: int, *, zero: float = CHA
     ends = [place + 1 for place in apart.nonzero()[:, 0].tolist()]
     for start, end in pairwise([0, *ends, known]):
         if start < rank and end - start > 1:
-            turn = _gram_schmidt(u[:, start:end].T @ _drawn(u, end - start))
-            u[:, start:end] = u[:, start:end] @ turn
-            vh[start:end] = turn.T @ vh[start:end]
+            rotation = _gram_schmidt(u[:, start:end].T @ _draw(u, end - start))
+            u[:, start:end] = u[:, start:end] @ rotation
+            vh[start:end] = rotation.T @ vh[start:end]
     if known < rank:
         for side in (u, vh.T):
-            open_ = _drawn(side, rank - known)
+            open_ = _draw(side, rank - known)
             for _ in range(2):  # the second time for what rounding has left
                 open_ -= side[:, :known] @ (side[:, :known].T @ open_)
             side[:, known:rank] = _gram_schmidt(open_)
     return u[:, :rank], s[:rank].clamp(min=floor), vh[:rank]
 
 
-def _drawn(like: Tensor, count: int) -> Tensor:
+def _draw(like: Tensor, count: int) -> Tensor:
     return torch.randn(len(like), count, dtype=like.dtype, generator=torch.Generator().manual_seed(0)).to(like.device)
 
 
@@ -144,7 +146,7 @@ def _by_gram(wide: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     for chunk in wide.split(columns, dim=1):
         chunk_64 = chunk.double()
         gram.addmm_(chunk_64, chunk_64.T)
-    u = _leading_vectors(gram, rank)
+    u = _leading_eigenvectors(gram, rank)
     scaled = torch.empty(rank, m, dtype=torch.float64 if wide.dtype == torch.float64 else torch.float32).to(wide.device)
     squares = torch.zeros(rank, dtype=torch.float64, device=wide.device)
     for start, chunk in zip(range(0, m, columns), wide.split(columns, dim=1), strict=True):
@@ -157,8 +159,8 @@ def _by_gram(wide: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return u, s, scaled / s.to(scaled.dtype)[:, None]
 
 
-def _leading_vectors(gram: Tensor, rank: int) -> Tensor:
-    """Eigenvectors (n, k) of the largest eigenvalues of a Gram matrix (n, n), eigenvalues descending."""
+def _leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
+    """Return the eigenvectors (n, k) of the largest eigenvalues of a Gram matrix (n, n), eigenvalues descending."""
     n = len(gram)
     if gram.device.type == "cpu" and n > LANCZOS_SIDE and rank * LANCZOS_SHARE <= n:
         start = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -169,8 +171,8 @@ def _leading_vectors(gram: Tensor, rank: int) -> Tensor:
         else:
             if (np.diff(values) > CHANCE * values[1:]).all():
                 return torch.from_numpy(vectors).flip(1)
-    values, vectors = (each.flip(-1) for each in torch.linalg.eigh(gram))
-    return determined(vectors, values, vectors.mT.clone(), rank)[0]
+    values, vectors = (ascending.flip(-1) for ascending in torch.linalg.eigh(gram))
+    return determine_vectors(vectors, values, vectors.mT.clone(), rank)[0]
 
 
 def factor_params(m: int, n: int, rank: int, form: FactorForm = "plain") -> int:
@@ -185,8 +187,8 @@ def largest_rank(m: int, n: int, form: FactorForm = "plain") -> int:
     return (m * n - 1) // (m + n) if form == "plain" else min(m, n) - 1
 
 
-def pivoted(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Turn the parameters of a LowRankLinear into those of the PivotedLinear with the same product.
+def pivot_factors(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert the parameters of a LowRankLinear into those of the PivotedLinear with the same product.
 
     Args:
         factors: "A.weight" (k, n) and "B.weight" (m, k), of linearly independent columns, with k < m.
@@ -197,7 +199,7 @@ def pivoted(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     a, b = factors["A.weight"], factors["B.weight"]
     basis, inner = torch.linalg.qr(b.double())
     outputs = inner @ a.double()
-    rows, weights = _pivots(basis, outputs)
+    rows, weights = _choose_pivots(basis, outputs)
     others = torch.ones(len(b), dtype=torch.bool, device=b.device)
     others[rows] = False
     order = torch.empty(len(b), dtype=torch.int64, device=b.device)
@@ -205,8 +207,9 @@ def pivoted(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"A.weight": (basis[rows] @ outputs).to(a), "B.weight": weights[others].to(b), "order": order}
 
 
-def _pivots(basis: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (k,) of the product of an orthonormal basis (m, k) and (k, n), and the weights (m, k) that give all rows.
+def _choose_pivots(basis: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose rows (k,) of the product of an orthonormal basis (m, k) and (k, n); return them and the weights (m, k) by
+    which they give all rows.
 
     QR with column pivoting takes the rows that are longest beside those it has taken: students with such pivots train
     better than with others. It gives no bound on the weights. So while a row takes more than LARGEST_WEIGHT of a pivot

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.embedded import locate
-from llmdistill.models.companions import downloaded
+from llmdistill.models.companions import download
 from llmdistill.models.configs import load_config
 from llmdistill.report.metrics_log import read_metrics_log, term_names
 from llmdistill.report.record import describe_versions
@@ -36,7 +36,7 @@ def collect(
             label="teacher",
             score=study.score,
             params=findings.base["teacher"]["params"],
-            checkpoint=read_checkpoint(downloaded(teacher)),
+            checkpoint=read_checkpoint(download(teacher)),
             runs=[study.row_of(study.starts[0].key("none"), first)],
         ),
         *(row for start in study.starts for row in _rows(study, findings, start)),
@@ -89,7 +89,7 @@ def _rows(study: MethodStudy, findings: Findings, start: Start) -> list[Comparis
         "params": base.metrics["untrained"]["params"],
         "calibration": costs if weighting or start.name else None,
     }
-    checkpoint = read_checkpoint(downloaded(Path(study.untrained(start))))
+    checkpoint = read_checkpoint(download(Path(study.untrained(start))))
     runs = [study.row_of(key, base)]
     rows = [ComparisonRow(name="none", label="untrained student", checkpoint=checkpoint, runs=runs, **shared)]
     for variant in (variant for variant in study.trained() if variant.start.name == start.name):

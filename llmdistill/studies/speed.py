@@ -20,7 +20,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.tables import TitledTable
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.speed import Inputs, check_length, parameter_split, time_batches, timing
-from llmdistill.students.shapes import parse_shape, shaped_config
+from llmdistill.students.shapes import parse_shape, shape_config
 from llmdistill.studies.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
 
@@ -29,7 +29,7 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
     paths = models.paths
     configs = {name: load_config(path) for name, path in paths.items()}
     first = next(iter(configs))
-    shapes = {shape: shaped_config(configs[first], parse_shape(shape, key="--shapes")) for shape in config.shapes}
+    shapes = {shape: shape_config(configs[first], parse_shape(shape, key="--shapes")) for shape in config.shapes}
     if paths.keys() & shapes.keys():
         raise UserError(f"--shapes {', '.join(paths.keys() & shapes.keys())}: a model has this name; leave one out")
     for name, of_model in {**configs, **shapes}.items():

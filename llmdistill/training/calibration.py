@@ -42,7 +42,7 @@ from llmdistill.students.shapes import teacher_layers
 from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.weigh import Source, weigh
 from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
-from llmdistill.students.svd import determined
+from llmdistill.students.svd import determine_vectors
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, TaskData
 from llmdistill.tasks.forward import scoring_forward
@@ -257,7 +257,7 @@ def nearest_isometry(product: Tensor) -> Tensor:
     LayerNorm without bias, such as that of a new student, leaves one, and so does each sentence too few.
     """
     left, values, right = torch.linalg.svd(product, full_matrices=False)
-    left, _, right = determined(left, values, right, len(values), zero=_UNDETERMINED)
+    left, _, right = determine_vectors(left, values, right, len(values), zero=_UNDETERMINED)
     return left @ right
 
 

@@ -25,7 +25,7 @@ from llmdistill.step.heads import copies_classifier
 from llmdistill.students.counting import build_reference, count_parameters, forward_flops
 from llmdistill.students.install import install
 from llmdistill.students.kinds import KINDS
-from llmdistill.students.shapes import check_sizes, parse_shape, shaped_config, teacher_layers
+from llmdistill.students.shapes import check_sizes, parse_shape, shape_config, teacher_layers
 from llmdistill.students.sizes import plan_embedding, summarize
 from llmdistill.tasks.base import Models, Task
 
@@ -105,7 +105,7 @@ def student_of(
     else:
         assert settings.shape is not None
         shape = parse_shape(settings.shape)
-        student, how = shaped_config(teacher, shape), f"{settings.shape} ({settings.init})"
+        student, how = shape_config(teacher, shape), f"{settings.shape} ({settings.init})"
         if settings.init != "random":
             unknown = torch.zeros(shape_of(teacher).num_layers)  # the influence of the layers is measured later
             teacher_layers(settings.teacher_layers, shape.depth, len(unknown), key="student.layers", influence=unknown)

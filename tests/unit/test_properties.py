@@ -26,7 +26,7 @@ from llmdistill.data.sources import examples_of, open_rows
 from llmdistill.embedded import locate
 from llmdistill.methods import METHODS
 from llmdistill.methods.layers import parse_layers
-from llmdistill.models.layer_maps import mapped_layers
+from llmdistill.models.layer_maps import parse_layer_map
 from llmdistill.students.shapes import parse_shape
 from llmdistill.students.sizes import summarize
 from llmdistill.tasks import task_key
@@ -105,7 +105,7 @@ def planned(**settings: Any) -> None:
 
 FORMS: dict[str, Callable[[str], Any]] = {
     "shape": parse_shape,
-    "layers of a copy": lambda text: mapped_layers(text, student_depth=3, teacher_depth=6, key="student.layers"),
+    "layers of a copy": lambda text: parse_layer_map(text, student_depth=3, teacher_depth=6, key="student.layers"),
     "layers of a method": lambda text: parse_layers(text, 6, key="makd.layers"),
     "memory": lambda text: checked(MachineConfig, {"gpu_memory": text}),
     "target_params": lambda text: planned(target_params=text),

@@ -21,7 +21,7 @@ from llmdistill.config.student import FactorForm
 from llmdistill.errors import UserError
 from llmdistill.students.kinds import Sigma, low_rank_values
 from llmdistill.students.start.moments import Moments
-from llmdistill.students.svd import determined, factor_params, largest_rank, truncated_svd
+from llmdistill.students.svd import determine_vectors, factor_params, largest_rank, truncated_svd
 
 if TYPE_CHECKING:
     from llmdistill.students.start.weighted_embedding import WeightedTable
@@ -71,7 +71,7 @@ class WeightedSVD:
         inputs, inner = torch.linalg.qr(self.right[:rank].T.double())
         outputs, outer = torch.linalg.qr((self.left[:, :rank] * self.values[:rank]).double())
         u, s, vh = torch.linalg.svd(inner @ outer.T)
-        u, s, vh = determined(inputs @ u, s, vh @ outputs.T, rank)
+        u, s, vh = determine_vectors(inputs @ u, s, vh @ outputs.T, rank)
         return low_rank_values(u.float(), s.float(), vh.float(), sigma)
 
     def costs(self) -> list[float]:
@@ -91,8 +91,8 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
     Raises:
         UserError: the moments are not positive after damping.
     """
-    inner = damped(moments.inputs.to(weight.device), INPUT_DAMPING)[1]
-    outer = None if moments.gradients is None else damped(moments.gradients.to(weight.device), GRADIENT_DAMPING)[1]
+    inner = damp(moments.inputs.to(weight.device), INPUT_DAMPING)[1]
+    outer = None if moments.gradients is None else damp(moments.gradients.to(weight.device), GRADIENT_DAMPING)[1]
     whitened = weight.double() @ inner
     if outer is not None:
         whitened = outer.T @ whitened
@@ -111,7 +111,7 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
     )
 
 
-def damped(moment: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def damp(moment: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Return a moment plus a share of its mean diagonal, in fp64 and positive definite, and its Cholesky factor.
 
     Raises:
@@ -217,7 +217,7 @@ class Rescaled(Mapping[str, WeightedSVD]):
         return len(self._factors)
 
 
-def ridged(matrix: Tensor, share: float) -> Tensor:
+def add_ridge(matrix: Tensor, share: float) -> Tensor:
     """Return a symmetric matrix plus a share of its mean diagonal."""
     return matrix + share * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 

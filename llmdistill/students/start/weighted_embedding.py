@@ -25,8 +25,8 @@ from llmdistill.step.passes import HookSums, Passes, hook_gradient
 from llmdistill.students.install import tied_heads, token_embedding
 from llmdistill.students.kinds import Sigma
 from llmdistill.students.start.sampled import USUAL, Sampling, run_sampled
-from llmdistill.students.start.weighted import ridged
-from llmdistill.students.svd import determined, place_sigma, truncated_svd
+from llmdistill.students.start.weighted import add_ridge
+from llmdistill.students.svd import determine_vectors, place_sigma, truncated_svd
 
 ROW_DAMPING = 0.3
 """Added to the row weights, as a share of their mean, so that tokens that the data do not show keep a weight."""
@@ -160,7 +160,7 @@ class WeightedTable:
         rows, outer = torch.linalg.qr(self.left.double())
         columns, inner = torch.linalg.qr(self.right.T.double())
         u, s, vh = torch.linalg.svd(outer @ inner.T)
-        a, b = place_sigma(*determined(rows @ u, s, vh @ columns.T, rank), sigma)
+        a, b = place_sigma(*determine_vectors(rows @ u, s, vh @ columns.T, rank), sigma)
         return {"A.weight": a.float(), "B.weight": b.float()}
 
 
@@ -201,7 +201,7 @@ def _make_quadratic_forms(table: Tensor, moments: TableMoments) -> list[_Quadrat
         return exact + ROW_DAMPING * exact.mean()
 
     def damped_columns(moment: Tensor) -> Tensor:
-        return ridged(_check_positive(moment.to(table)), COLUMN_DAMPING)
+        return add_ridge(_check_positive(moment.to(table)), COLUMN_DAMPING)
 
     lookups = damped_rows(moments.counts)
     if moments.head_inputs is None:
@@ -252,7 +252,7 @@ def _alternate(table: Tensor, forms: list[_QuadraticForm], b: Tensor) -> tuple[T
 
 def _diagonalize_both(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return X and λ from 0 to 1 with Xᵀ (P + Q) X = 1 and Xᵀ Q X = diag(λ), so that Xᵀ P X = diag(1 − λ)."""
-    root = torch.linalg.cholesky(ridged(p + q, _RIDGE))
+    root = torch.linalg.cholesky(add_ridge(p + q, _RIDGE))
     half = torch.linalg.solve_triangular(root, q, upper=False)
     whitened = torch.linalg.solve_triangular(root, half.T, upper=False)
     # eigh reads one triangle; the mean removes the asymmetry that two triangular solves leave.

@@ -21,7 +21,7 @@ from torch import Tensor
 from llmdistill.students.kinds import Sigma
 from llmdistill.students.kronecker import KroneckerShape, nearest_kronecker, second_factor
 from llmdistill.students.start.moments import Moments
-from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, damped, ridged
+from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, add_ridge, damp
 
 ROUNDS, STEPS, LEAST_GAIN = 12, 10, 1e-2
 """Rounds of A and B at most, steps of conjugate gradients in each half of a round, and the share of the cost that a
@@ -67,8 +67,8 @@ def weighted_kronecker(weight: Tensor, moments: Moments, shape: KroneckerShape) 
         UserError: the moments have no entry over 0.
     """
     exact = weight.double()
-    inputs = damped(moments.inputs.to(weight.device), INPUT_DAMPING)[0]
-    outputs = None if moments.gradients is None else damped(moments.gradients.to(weight.device), GRADIENT_DAMPING)[0]
+    inputs = damp(moments.inputs.to(weight.device), INPUT_DAMPING)[0]
+    outputs = None if moments.gradients is None else damp(moments.gradients.to(weight.device), GRADIENT_DAMPING)[0]
 
     def metric(change: Tensor) -> Tensor:
         product = change @ inputs
@@ -140,7 +140,7 @@ def _improve(state: _State, sides: _Sides) -> _State:
     # S ⊗ G_a ⊗ C_a with S_ij = tr(B_iᵀ G_b B_j C_b).
     (g_a, g_b), (c_a, c_b) = sides
     s = torch.einsum("ikl,jkl->ij", state.b, g_b @ state.b @ c_b)
-    sums_root, left_root, right_root = (torch.linalg.cholesky(ridged(factor, _RIDGE)) for factor in (s, g_a, c_a))
+    sums_root, left_root, right_root = (torch.linalg.cholesky(add_ridge(factor, _RIDGE)) for factor in (s, g_a, c_a))
 
     def solve(residual: Tensor) -> Tensor:
         mixed = torch.cholesky_solve(residual.flatten(1), sums_root).reshape(residual.shape)
@@ -167,7 +167,9 @@ def _improve(state: _State, sides: _Sides) -> _State:
 
 def _guess_by_whitening(sides: _Sides, weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Tensor]:
     """Return the factors that would be best if the moments were their nearest products, by whitening W with these."""
-    (r_a, r_b), (l_a, l_b) = (tuple(torch.linalg.cholesky(ridged(factor, _RIDGE)) for factor in pair) for pair in sides)
+    (r_a, r_b), (l_a, l_b) = (
+        tuple(torch.linalg.cholesky(add_ridge(factor, _RIDGE)) for factor in pair) for pair in sides
+    )
     blocks = weight.reshape(shape.m1, len(r_b), shape.n1, len(l_b))
     whitened = torch.einsum("ikjl,ip,kq,jr,lt->pqrt", blocks, r_a, r_b, l_a, l_b).reshape(weight.shape)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from llmdistill.errors import UserError
 from llmdistill.models.load import load_model
-from llmdistill.models.sentences import dense_of, load_dense, pooled, read_sentence_settings, save_dense
+from llmdistill.models.sentences import dense_of, load_dense, pool_tokens, read_sentence_settings, save_dense
 from llmdistill.objective import Pooling
 
 KINDS = ["Transformer", "Pooling", "Normalize"]
@@ -82,10 +82,10 @@ def test_pooling(mode, side):
         hidden[row, here] = torch.randn(length, 5, generator=torch.Generator().manual_seed(row)).double() - 3
         mask[row, here] = 1
         expected.append(naive(hidden[row, here], mode))
-    found = pooled(hidden, mask, Pooling((mode, "cls")))
+    found = pool_tokens(hidden, mask, Pooling((mode, "cls")))
     assert found.shape == (3, 10)
     torch.testing.assert_close(found[:, :5], torch.stack(expected))
-    normal = pooled(hidden, mask, Pooling((mode,), normalize=True))
+    normal = pool_tokens(hidden, mask, Pooling((mode,), normalize=True))
     torch.testing.assert_close(normal, torch.stack([row / row.square().sum().sqrt() for row in expected]))
 
 
@@ -107,8 +107,8 @@ def test_a_dense_is_read_as_it_was_saved(tmp_path, normalize):
     both = torch.cat([hidden[:, 0], hidden.mean(1)], dim=1)
     expected = torch.tanh(both @ dense.linear.weight.T + dense.linear.bias)
     expected = expected / expected.norm(dim=1, keepdim=True) if normalize else expected
-    torch.testing.assert_close(pooled(hidden, mask, found.pooling, model.sentence_dense), expected)
-    assert pooled(hidden, mask, found.pooling, loaded).dtype == torch.float32
+    torch.testing.assert_close(pool_tokens(hidden, mask, found.pooling, model.sentence_dense), expected)
+    assert pool_tokens(hidden, mask, found.pooling, loaded).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("changes", "said"), [

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_family, is_causal, shape_of
-from llmdistill.models.traced import traced
+from llmdistill.models.traced import trace_layers
 from llmdistill.step.taps import Recorder
 
 IDS = torch.randint(5, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -44,7 +44,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.projections is None])
 def test_tracing_agrees_with_the_entries(name: str) -> None:
     config = shrunk_config(name)
-    family, shape, found = family_of(config), shape_of(config), traced(config)
+    family, shape, found = family_of(config), shape_of(config), trace_layers(config)
     for part in ("layers", "attention", "ffn_up", "ffn_gate", "ffn_down", "scores_are_products"):
         assert getattr(family, part) == getattr(found, part), part
     for size in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "value_dim"):
@@ -153,4 +153,4 @@ def test_masks_that_are_no_windows_are_no_products() -> None:
 def test_a_factorized_student_is_traced_as_its_teacher() -> None:
     config = shrunk_config("arcee")
     config.quantization_config = {"quant_method": "llmdistill", "ranks": {}}
-    assert traced(config) == traced(shrunk_config("arcee"))
+    assert trace_layers(config) == trace_layers(shrunk_config("arcee"))

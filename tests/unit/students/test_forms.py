@@ -15,7 +15,7 @@ from llmdistill.students.counting import count_parameters
 from llmdistill.students.kinds import KINDS
 from llmdistill.students.kronecker import KroneckerShape, nearest_kronecker, rearrange
 from llmdistill.students.modules import KroneckerLinear, PivotedLinear
-from llmdistill.students.svd import factor_params, largest_rank, pivoted
+from llmdistill.students.svd import factor_params, largest_rank, pivot_factors
 
 MATRICES = {
     "graded": lambda m, n: torch.logspace(0, -6, m)[torch.randperm(m)][:, None] * torch.randn(m, n),
@@ -59,7 +59,7 @@ def test_weights_stay_small_where_pivoting_alone_does_not_keep_them_so(k, least,
     _, pivots = qr(weight.numpy().T, mode="r", pivoting=True)
     left_out = np.linalg.solve(weight.numpy()[pivots[:k]].T, weight.numpy()[pivots[k]])
     assert least < np.abs(left_out).max() < most
-    values = pivoted({"A.weight": torch.eye(k).double(), "B.weight": weight})
+    values = pivot_factors({"A.weight": torch.eye(k).double(), "B.weight": weight})
     assert float(values["B.weight"].abs().max()) <= 2
     product = torch.cat([values["A.weight"], values["B.weight"] @ values["A.weight"]])[values["order"]]
     torch.testing.assert_close(product, weight)

@@ -12,7 +12,7 @@ from torch import nn
 from llmdistill.batch import Batch
 from llmdistill.models.families import base_name, layers_of
 from llmdistill.students.importance import important_parts, measure_importance
-from llmdistill.students.shapes import initialize, parse_shape, shaped_config, teacher_layers
+from llmdistill.students.shapes import initialize, parse_shape, shape_config, teacher_layers
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "vocab_size": 30}
 WIDTHS = {
@@ -168,7 +168,7 @@ def planted(kind):
 
 def pruned(teacher, shape):
     importance, wanted = measure_importance(teacher, batches()), parse_shape(shape)
-    config = shaped_config(teacher.config, wanted)
+    config = shape_config(teacher.config, wanted)
     layers = teacher_layers("important", wanted.depth, 4, key="student.layers", influence=importance.influence_L)
     parts = important_parts(importance, config, teacher.config, layers)
     student = type(teacher)(config).eval()

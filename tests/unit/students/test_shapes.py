@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForPreTraining, BertCon
 
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, is_causal, layers_of, shape_of
-from llmdistill.models.layer_maps import mapped_layers, uniform_map
+from llmdistill.models.layer_maps import parse_layer_map, uniform_map
 from llmdistill.models.load import auto_class, build_meta
 from llmdistill.students.shapes import (
     StudentShape,
@@ -18,7 +18,7 @@ from llmdistill.students.shapes import (
     first_parts,
     initialize,
     parse_shape,
-    shaped_config,
+    shape_config,
     teacher_layers,
 )
 
@@ -46,7 +46,7 @@ def teacher_of(kind):
 
 
 def student_of(teacher, shape):
-    return type(teacher)(shaped_config(teacher.config, parse_shape(shape))).eval()
+    return type(teacher)(shape_config(teacher.config, parse_shape(shape))).eval()
 
 
 def start(student, teacher, init, layers):
@@ -104,44 +104,44 @@ def test_notation():
 ])  # fmt: skip
 def test_what_is_no_shape_for_a_llama(text, said):
     with pytest.raises(UserError, match=said):
-        shaped_config(CONFIGS["llama"], parse_shape(text, key="assistants[0]"))
+        shape_config(CONFIGS["llama"], parse_shape(text, key="assistants[0]"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_config_has_the_shape_and_is_the_teachers_in_all_else(kind):
     teacher = CONFIGS[kind]
     before = copy.deepcopy(teacher.to_dict())
-    sizes = shape_of(shaped_config(teacher, parse_shape("3x24x4")))
+    sizes = shape_of(shape_config(teacher, parse_shape("3x24x4")))
     assert (sizes.num_layers, sizes.hidden_size, sizes.num_heads) == (3, 24, 4)
     assert sizes.intermediate_size == 48
     assert sizes.num_kv_heads == (2 if hasattr(teacher, "num_key_value_heads") else 4)
     assert sizes.head_dim == (12 if kind == "qwen3" else 6)
-    assert shape_of(shaped_config(teacher, parse_shape("3x24x4x50"))).intermediate_size == 50
+    assert shape_of(shape_config(teacher, parse_shape("3x24x4x50"))).intermediate_size == 50
     assert teacher.to_dict() == before
-    same = shaped_config(teacher, parse_shape("4x48x6"))
+    same = shape_config(teacher, parse_shape("4x48x6"))
     assert {**same.to_dict(), "max_window_layers": 0} == {**before, "max_window_layers": 0}
-    deeper = shape_of(shaped_config(teacher, parse_shape("7x96x6")))
+    deeper = shape_of(shape_config(teacher, parse_shape("7x96x6")))
     assert (deeper.num_layers, deeper.hidden_size) == (7, 96)
 
 
 def test_the_shape_of_minitron_keeps_the_width_of_the_heads():
     sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336}
     llama = tiny_config("llama", **sizes, num_key_value_heads=8)
-    sizes = shape_of(shaped_config(llama, parse_shape("32x3072x32x9216x128")))  # Llama-3.1-Minitron-4B-Width
+    sizes = shape_of(shape_config(llama, parse_shape("32x3072x32x9216x128")))  # Llama-3.1-Minitron-4B-Width
     assert (sizes.hidden_size, sizes.num_kv_heads, sizes.intermediate_size, sizes.head_dim) == (3072, 8, 9216, 128)
-    assert shape_of(shaped_config(llama, parse_shape("32x3072x32"))).head_dim == 96
-    assert shape_of(shaped_config(CONFIGS["bert"], parse_shape("2x20x4"))).head_dim == 5
-    assert shape_of(shaped_config(CONFIGS["gpt2"], parse_shape("2x24x4x50x6"))).head_dim == 6
+    assert shape_of(shape_config(llama, parse_shape("32x3072x32"))).head_dim == 96
+    assert shape_of(shape_config(CONFIGS["bert"], parse_shape("2x20x4"))).head_dim == 5
+    assert shape_of(shape_config(CONFIGS["gpt2"], parse_shape("2x24x4x50x6"))).head_dim == 6
     with pytest.raises(UserError, match=r"the heads of a gpt2 have width / heads = 6 features each, not 8"):
-        shaped_config(CONFIGS["gpt2"], parse_shape("2x24x4x50x8"))
+        shape_config(CONFIGS["gpt2"], parse_shape("2x24x4x50x8"))
 
 
 def test_windows_are_spread_over_the_layers():
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}
     teacher = tiny_config("qwen3", **{**GROUPED, "num_hidden_layers": 6}, **windows)
-    assert shape_of(shaped_config(teacher, parse_shape("4x48x6"))).windows == (None, None, 4, 4)
-    assert shape_of(shaped_config(teacher, parse_shape("8x48x6"))).windows == (None,) * 4 + (4,) * 4
-    shaped = shaped_config(teacher, parse_shape("4x48x6"))
+    assert shape_of(shape_config(teacher, parse_shape("4x48x6"))).windows == (None, None, 4, 4)
+    assert shape_of(shape_config(teacher, parse_shape("8x48x6"))).windows == (None,) * 4 + (4,) * 4
+    shaped = shape_config(teacher, parse_shape("4x48x6"))
     assert shaped.layer_types.index("sliding_attention") == shaped.max_window_layers
 
 
@@ -154,9 +154,9 @@ def test_uniform_map():
 
 def test_maps_of_three_of_six_layers():
     given = ("uniform", "spread", "first", "last", "6, 1,6 ")
-    found = [mapped_layers(spec, 3, 6, key="k") for spec in given]
+    found = [parse_layer_map(spec, 3, 6, key="k") for spec in given]
     assert found == [[2, 4, 6], [1, 3, 5], [1, 2, 3], [4, 5, 6], [6, 1, 6]]
-    assert mapped_layers("0,0,6", 3, 6, key="k", may_skip=True) == [0, 0, 6]
+    assert parse_layer_map("0,0,6", 3, 6, key="k", may_skip=True) == [0, 0, 6]
 
 
 @pytest.mark.parametrize(("spec", "depth", "may_skip", "message"), [
@@ -168,7 +168,7 @@ def test_maps_of_three_of_six_layers():
 ])  # fmt: skip
 def test_what_is_no_map(spec, depth, may_skip, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        mapped_layers(spec, depth, 6, key="x.y", may_skip=may_skip)
+        parse_layer_map(spec, depth, 6, key="x.y", may_skip=may_skip)
 
 
 def test_the_teachers_layers_are_counted_from_zero_and_no_fewer_than_the_students():
