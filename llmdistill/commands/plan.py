@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser
 from llmdistill.config import RunConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import build, parse_own, parse_run, split_words
-from llmdistill.config.machine import MachineConfig
+from llmdistill.config.machine import MachineConfig, find_gpu
 from llmdistill.config.overrides import given_flags
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json, write_text
@@ -53,7 +53,7 @@ def plan(arguments: Sequence[str]) -> None:
     parser.add_class_arguments(MachineConfig, None)
     parser.add_class_arguments(CacheConfig, "cache")
     parsed, words = parse_own(parser, arguments)
-    machine = measured(build(parsed, MachineConfig, prefix="--"), arguments)
+    machine = machine_of(build(parsed, MachineConfig, prefix="--"), arguments)
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     config, _ = parse_run(words, METHODS)
     # Imported here so that --help does not wait for torch and transformers.
@@ -95,16 +95,29 @@ def plan(arguments: Sequence[str]) -> None:
             print_result(f"Written    {parsed.write / 'ds_config.json'}, {parsed.write / 'launch.sh'}")
 
 
-def measured(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
-    """Return the machine: this CPU for --gpus 0, or if the words name no machine and there is no GPU."""
+def machine_of(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
+    """Return the machine with the figures of its GPUs, or of this CPU.
+
+    It is a CPU for --gpus 0, or if the words name no machine and there is no GPU here. GPUs are those that the words
+    name, or else those of this machine where their kind is known.
+    """
     import torch
 
     from llmdistill.runtime.speed import measure_cpu
 
-    named = {setting.name for setting in fields(MachineConfig)} & given_flags(words).keys()
-    if machine.gpus != 0 and (named or torch.cuda.is_available()):
-        return machine
-    return replace(machine, gpus=0, **{name: value for name, value in measure_cpu().items() if name not in named})
+    given = {setting.name for setting in fields(MachineConfig)} & given_flags(words).keys()
+    is_here = torch.cuda.is_available()
+    if machine.gpus == 0 or not (given or is_here):
+        measured = {name: value for name, value in measure_cpu().items() if name not in given}
+        return replace(machine, gpus=0, **measured)
+    if "gpu" in given or not is_here:
+        return machine.of_kind(machine.gpu, given)
+    properties = torch.cuda.get_device_properties(0)
+    found = find_gpu(properties.name, properties.total_memory)
+    # The driver's number of bytes says what there is to fill, a little less than the data sheet's.
+    here = {"gpu_memory": f"{properties.total_memory / 1e9:.1f}GB", "gpus": torch.cuda.device_count()}
+    machine = machine if found is None else machine.of_kind(found, given)
+    return replace(machine, **{name: value for name, value in here.items() if name not in given})
 
 
 def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
@@ -274,7 +287,8 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
 def about_machine(machine: MachineConfig) -> str:
     """Describe the machine for which a training is planned."""
     if machine.gpus:
-        return f"{machine.nodes} x {machine.gpus} GPUs of {machine.gpu_memory}, {machine.tflops:g} TFLOP/s each"
+        kind = f"{machine.gpu.upper()}, {machine.gpu_memory}"
+        return f"{machine.nodes} x {machine.gpus} {kind}, {machine.tflops:g} TFLOP/s each (--gpu names another kind)"
     text = f"the CPU of this machine, {machine.gpu_memory} free, {1000 * machine.tflops:.3g} GFLOP/s"
     return f"{text}\n           (--gpus N plans for GPUs)"
 

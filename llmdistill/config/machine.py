@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from llmdistill.config.marks import OVER_0, SHARE_BELOW_1, SHARE_OVER_0, at_least
 from llmdistill.errors import FieldError
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
+GpuName = Literal["a100", "a100-40gb", "h100", "h200", "b200", "l40s"]
+# By the data sheets of the SXM modules, dense bf16. The L40S has no NVLink, so its GPUs talk over PCIe.
+GPUS: dict[GpuName, dict[str, Any]] = {
+    "a100": {"gpu_memory": "80GB", "tflops": 312.0, "memory_bandwidth": 2039.0, "nvlink": 300.0, "pcie": 25.0},
+    "a100-40gb": {"gpu_memory": "40GB", "tflops": 312.0, "memory_bandwidth": 1555.0, "nvlink": 300.0, "pcie": 25.0},
+    "h100": {"gpu_memory": "80GB", "tflops": 989.0, "memory_bandwidth": 3350.0, "nvlink": 450.0, "pcie": 50.0},
+    "h200": {"gpu_memory": "141GB", "tflops": 989.0, "memory_bandwidth": 4800.0, "nvlink": 450.0, "pcie": 50.0},
+    "b200": {"gpu_memory": "180GB", "tflops": 2250.0, "memory_bandwidth": 8000.0, "nvlink": 900.0, "pcie": 50.0},
+    "l40s": {"gpu_memory": "48GB", "tflops": 362.0, "memory_bandwidth": 864.0, "nvlink": 25.0, "pcie": 25.0},
+}
+"""The figures of a kind of GPU, as settings of `MachineConfig`."""
+
+
+def find_gpu(name: str, memory_bytes: int) -> GpuName | None:
+    """Return the kind of a GPU by the name that its driver gives, such as NVIDIA H100 80GB HBM3; None if unknown."""
+    words = re.split(r"[\s-]+", name.lower())
+    found = next((kind for kind in GPUS if kind in words), None)
+    return "a100-40gb" if found == "a100" and memory_bytes < 60e9 else found
+
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The machine that a training is planned for. The defaults are those of A100 nodes with NVLink and InfiniBand. With
-    none of these settings, on a machine without a GPU, its CPU is planned for."""
+    """The machine that a training is planned for. Without these settings it is the GPUs or the CPU of this machine, or
+    nodes of A100 with NVLink and InfiniBand where its GPUs are not known."""
 
+    gpu: GpuName = "a100"
+    """Kind of the GPUs, which gives gpu_memory, tflops, memory_bandwidth, nvlink and pcie where they are not given."""
     gpus: int = field(default=8, metadata=at_least(0))
     """GPUs of each node; 0 is the CPU of this machine, whose memory and speed are measured where they are not given."""
     nodes: int = field(default=1, metadata=at_least(1))
@@ -56,6 +79,10 @@ class MachineConfig:
     def __post_init__(self) -> None:
         for name in ("gpu_memory", "reserved", "cache_space"):
             parse_bytes(getattr(self, name), field=name)
+
+    def of_kind(self, gpu: GpuName, given: Collection[str]) -> MachineConfig:
+        """Return the machine with the figures of a kind of GPU, but for the settings that were given."""
+        return replace(self, gpu=gpu, **{name: value for name, value in GPUS[gpu].items() if name not in given})
 
     @property
     def ranks_of_node(self) -> int:

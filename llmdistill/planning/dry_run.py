@@ -38,8 +38,9 @@ def cost(plan: Plan) -> str:
     room = f"up to {byte_size(DiskNeed.of(plan).total)} on the disk"
     if estimated is None:
         return f"known once the training set is read (train.epochs {plan.config.train.epochs}); {room}"
-    hours = f"{estimated['a100_hours']:.2g} hours of an A100"
-    return f"{estimated['tokens']:,} tokens at most, {estimated['flops']:.2g} FLOP, about {hours}; {room}"
+    return (
+        f"{estimated['tokens']:,} tokens at most, {estimated['flops']:.2g} FLOP (llmdistill plan has the time); {room}"
+    )
 
 
 def describe(plan: Plan) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from llmdistill.config.machine import GPUS, find_gpu
 from llmdistill.errors import UserError, install_command
 from llmdistill.files import byte_size, check_writable, nearest_folder
 from llmdistill.losses.fused.triton import OLDEST_TRITON, available
@@ -81,6 +82,9 @@ def gpus() -> Finding:
     said = f"{len(names)} x {names[0].name}, {names[0].total_memory / 1e9:.0f} GB"
     if not torch.cuda.is_bf16_supported():
         return Finding("warning", "GPU", f"{said}, without bf16", "a run uses fp32; bf16 needs an A100 or later")
+    kind = find_gpu(names[0].name, names[0].total_memory)
+    if kind is not None:
+        said += f", {GPUS[kind]['tflops']:g} TFLOP/s in bf16, {GPUS[kind]['memory_bandwidth']:g} GB/s"
     return Finding("ok", "GPU", said)
 
 

@@ -3,13 +3,15 @@
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import BertConfig, LlamaConfig
 
 from llmdistill import cli
-from llmdistill.commands.plan import notes, resolve
+from llmdistill.commands.plan import machine_of, notes, resolve
 from llmdistill.config.command_line import parse_run
+from llmdistill.config.machine import GPUS, MachineConfig, find_gpu
 from llmdistill.methods import METHODS
 from llmdistill.planning.step import between, build_models, full_batch, trace_step
 from llmdistill.runtime.launch import split_launcher_flags
@@ -180,6 +182,45 @@ def test_a_cpu_is_a_machine_of_one_rank(capsys, run, monkeypatch):
     here = planned(capsys, *run, "--ds_config", "zero1")["machine"]
     assert here["gpus"] == 0
     assert here["tflops"] < 50, "measured"
+
+
+def test_a_kind_of_gpu_has_the_figures_of_its_data_sheet_but_for_those_given(capsys, run):
+    """NVIDIA's data sheets: dense bf16 TFLOP/s and GB/s of H100 SXM, H200 and L40S."""
+    sheets = {"h100": (989, 3350, "80GB"), "h200": (989, 4800, "141GB"), "l40s": (362, 864, "48GB")}
+    for kind, (tflops, bandwidth, memory) in sheets.items():
+        found = planned(capsys, *run, "--gpu", kind, "--gpus", "2", "--ds_config", "zero2")
+        machine = found["machine"]
+        assert (machine["tflops"], machine["memory_bandwidth"], machine["gpu_memory"]) == (tflops, bandwidth, memory)
+        best = found["proposal"]
+        assert best["seconds"]["compute"] >= 0.999 * best["flops"] / (0.6e12 * tflops)
+    machine = planned(capsys, *run, "--gpu", "h200", "--tflops", "500", "--ds_config", "zero2")["machine"]
+    assert (machine["tflops"], machine["nvlink"]) == (500, 450)
+    assert cli.main(["plan", *run, "--gpu", "2"]) == 2
+    assert "h200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "memory", "kind"), [
+    ("NVIDIA H100 80GB HBM3", 85e9, "h100"),
+    ("NVIDIA H200", 150e9, "h200"),
+    ("NVIDIA A100-SXM4-40GB", 42e9, "a100-40gb"),
+    ("NVIDIA A100-SXM4-80GB", 85e9, "a100"),
+    ("NVIDIA L40S", 48e9, "l40s"),
+    ("NVIDIA B200", 191e9, "b200"),
+    ("NVIDIA L40", 48e9, None),
+    ("Tesla V100-SXM2-16GB", 17e9, None),
+])  # fmt: skip
+def test_the_gpus_of_this_machine_are_planned_for(name, memory, kind, capsys, run, monkeypatch):
+    assert find_gpu(name, int(memory)) == kind
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda _: SimpleNamespace(name=name, total_memory=int(memory))
+    )
+    machine = machine_of(MachineConfig(), [])
+    assert (machine.gpus, machine.gpu_memory) == (3, f"{memory / 1e9:.1f}GB")
+    assert machine.tflops == GPUS[kind or "a100"]["tflops"]
+    machine = machine_of(MachineConfig(gpus=8, gpu_memory="24GB"), ["--gpus", "8", "--gpu_memory", "24GB"])
+    assert (machine.gpus, machine.gpu_memory) == (8, "24GB")
 
 
 def test_a_forecast_says_what_it_leaves_out():
