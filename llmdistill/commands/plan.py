@@ -115,7 +115,7 @@ def machine_of(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
     properties = torch.cuda.get_device_properties(0)
     found = find_gpu(properties.name, properties.total_memory)
     # The driver's number of bytes says what there is to fill, a little less than the data sheet's.
-    here = {"gpu_memory": f"{properties.total_memory / 1e9:.1f}GB", "gpus": torch.cuda.device_count()}
+    here: dict[str, Any] = {"gpu_memory": f"{properties.total_memory / 1e9:.1f}GB", "gpus": torch.cuda.device_count()}
     machine = machine if found is None else machine.of_kind(found, given)
     return replace(machine, **{name: value for name, value in here.items() if name not in given})
 
