@@ -75,7 +75,7 @@ class TokenTerm:
 
 @dataclass(frozen=True)
 class SequenceTerm:
-    """A loss term on the output for whole sequences: classes, scores, spans or embeddings.
+    """A loss term on the output of a task's head: classes, scores, spans or embeddings.
 
     It is computed after the student's forward pass, from small tensors, by autograd.
     """
@@ -84,12 +84,8 @@ class SequenceTerm:
     needs_teacher: bool
     loss: Callable[[Outputs, Outputs | None, Batch], LossSum]
     """Function of the student's outputs, the teacher's outputs (None if the term needs no teacher), and the batch."""
-
-    @property
-    def positions(self) -> Positions:
-        """See `step.method.Term`: the sequences that have a target."""
-        return "sequences"
-
+    positions: Positions = "sequences"
+    """What the loss is summed over."""
 
 @dataclass(frozen=True, kw_only=True)
 class BoundTerms:

@@ -50,9 +50,8 @@ def build_embedding(
 ) -> Method:
     """Build cosine · (1 - cos) + mse · mean squared error + margin · MarginMSE, of the objective's embeddings."""
     causal = check_direction(teacher, student, method="embedding")
-    if objective.sequences != "embeddings":
+    if objective.pooling is None:
         raise UserError("method embedding compares embeddings of sentences: set data.kind to sentences")
-    assert objective.pooling is not None
     modes = len(objective.pooling.modes)
     widths = modes * shape_of(student).hidden_size, modes * shape_of(teacher).hidden_size
     projections: dict[Mapped, tuple[int, int]] = {}

@@ -62,7 +62,6 @@ def build_kd(
     batches only the divergence is computed.
     """
     causal = check_direction(teacher, student, method="kd")
-    measure = "mse" if objective.sequences == "scores" else settings.divergence
     to_teacher = divergence_terms(
         settings.divergence,
         settings.ratio,
@@ -71,7 +70,7 @@ def build_kd(
         temperature=settings.temperature,
         positions=positions_of(settings.positions, causal=causal),
         spans=settings.spans,
-        sequence_name=f"sequence_{measure}",
+        sequence_name=None if objective.targets is None else objective.targets.own_measure,
     )
     terms = to_teacher | label_terms(1 - settings.ratio, objective)
     return Method(**vars(terms), shift=causal)

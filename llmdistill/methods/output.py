@@ -1,12 +1,11 @@
 """The terms on the models' outputs, shared by the methods that use them.
 
-A term is computed for tokens, at the positions of the labels, for the targets of sequences, or for both, as the
-objective says. Its name for sequences is its name for tokens with the prefix `sequence_`.
+A term is computed for tokens, at the positions of the labels, for the targets of a task's head, or for both, as the
+objective says. Its name for targets is its name for tokens with their prefix, such as `sequence_`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -14,8 +13,7 @@ from llmdistill import losses
 from llmdistill.batch import Batch, LossSum, Outputs, Positions
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import SequenceTerm
-from llmdistill.methods.annotations import Tensor
-from llmdistill.objective import Objective
+from llmdistill.objective import CompareLogits, Objective, Targets
 from llmdistill.step.method import Terms
 
 SoftPositions = Literal["masked", "all"]
@@ -28,10 +26,9 @@ def positions_of(setting: SoftPositions, *, causal: bool) -> Positions:
 
 
 def label_terms(weight: float, objective: Objective) -> Terms:
-    """Return the loss on labels: cross-entropy for tokens and for classes of sequences, squared error for scores."""
-    on_sequences = SequenceTerm("sequence_label", False, _compute_label_loss)
-    on_tokens = losses.TokenTerm("label", None, smoothing=objective.label_smoothing)
-    return _select_terms(on_tokens, on_sequences, weight, objective)
+    """Return the loss on labels: cross-entropy for tokens; for targets their own, such as squared error for scores."""
+    token_term = losses.TokenTerm("label", None, smoothing=objective.label_smoothing)
+    return _select_terms(token_term, None, weight, objective)
 
 
 def soft_terms(
@@ -40,7 +37,7 @@ def soft_terms(
     """Return soft cross-entropy (MaKD eq. 18, TinyBERT eq. 10) for tokens and classes; squared error for scores."""
     token_term = losses.TokenTerm(name, losses.SOFT_CROSS_ENTROPY, temperature, positions=positions)
     compare = partial(losses.sequence_soft_cross_entropy, temperature=temperature)
-    return _select_terms(token_term, _compare_sequences(f"sequence_{name}", compare, objective), weight, objective)
+    return _select_terms(token_term, compare, weight, objective)
 
 
 def divergence_terms(
@@ -54,49 +51,53 @@ def divergence_terms(
     spans: Literal["alm", "uld"] = "alm",
     sequence_name: str | None = None,
 ) -> Terms:
-    """Return a divergence for tokens and classes, times the squared temperature; squared error for scores."""
+    """Return a divergence for tokens and classes, times the squared temperature; squared error for scores.
+
+    `sequence_name` is the name of the term on the objective's targets, without their prefix; by default it is `name`.
+    """
     scale = temperature**2
     token_term = losses.TokenTerm(name, divergence, temperature, scale=scale, positions=positions, spans=spans)
     compare = partial(losses.sequence_divergence, divergence=divergence.value, temperature=temperature)
-    return _select_terms(
-        token_term, _compare_sequences(sequence_name or f"sequence_{name}", compare, objective), weight, objective
-    )
+    return _select_terms(token_term, compare, weight, objective, sequence_name=sequence_name)
 
 
 def _select_terms(
-    token_term: losses.TokenTerm, on_sequences: SequenceTerm, weight: float, objective: Objective
+    token_term: losses.TokenTerm,
+    divergence: CompareLogits | None,
+    weight: float,
+    objective: Objective,
+    *,
+    sequence_name: str | None = None,
 ) -> Terms:
-    """Return the terms that the objective has; none if the weight is 0."""
-    if weight != 0 and objective.sequences == "embeddings":
-        raise UserError(
-            f"the term {token_term.name} compares probabilities or labels, and sentences (data.kind) have only "
-            "embeddings: take method embedding, or give the term the weight 0"
-        )
+    """Return the terms that the objective has; none if the weight is 0. A divergence of None means the labels' loss."""
     terms = Terms({})
-    if weight != 0 and objective.tokens:
+    if weight == 0:
+        return terms
+    if objective.tokens:
         terms |= Terms({token_term.name: weight}, token_terms=(token_term,))
-    if weight != 0 and objective.sequences is not None:
-        terms |= Terms({on_sequences.name: weight}, sequence_terms=(on_sequences,))
+    targets = objective.targets
+    if targets is not None:
+        if (targets.label_loss if divergence is None else targets.compare) is None:
+            raise UserError(
+                f"the term {token_term.name} compares probabilities or labels, and sentences (data.kind) have only "
+                "embeddings: take method embedding, or give the term the weight 0"
+            )
+        name = f"{targets.prefix}{sequence_name or token_term.name}"
+        loss = partial(_target_loss, targets, divergence)
+        term = SequenceTerm(name, divergence is not None, loss, targets.positions)
+        terms |= Terms({name: weight}, sequence_terms=(term,))
     return terms
 
 
-def _compare_sequences(
-    name: str, compare: Callable[[Tensor, Tensor, Tensor], LossSum], objective: Objective
-) -> SequenceTerm:
-    def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
-        assert student.sequence_logits is not None, "the student has no head for sequences"
-        assert teacher is not None
-        assert teacher.sequence_logits is not None, "the teacher has no head for sequences"
-        # Scores, as of STS-B, have no distribution that a divergence could compare.
-        measure = losses.sequence_score_mse if objective.sequences == "scores" else compare
-        return measure(student.sequence_logits, teacher.sequence_logits, batch.has_target())
-
-    return SequenceTerm(name, True, loss)
-
-
-def _compute_label_loss(student: Outputs, _teacher: Outputs | None, batch: Batch) -> LossSum:
-    assert student.sequence_logits is not None, "sequences' targets need a head for them"
-    assert batch.targets is not None, "the batch has no targets"
-    if batch.targets.is_floating_point():
-        return losses.sequence_mse(student.sequence_logits, batch.targets)
-    return losses.sequence_cross_entropy(student.sequence_logits, batch.targets)
+def _target_loss(
+    targets: Targets, divergence: CompareLogits | None, student: Outputs, teacher: Outputs | None, batch: Batch
+) -> LossSum:
+    """Return the loss of the labels, or the comparison with the teacher by a divergence."""
+    assert student.sequence_logits is not None, "the student has no head for the targets"
+    if divergence is None:
+        assert targets.label_loss is not None
+        return targets.label_loss(student.sequence_logits, batch)
+    assert teacher is not None
+    assert teacher.sequence_logits is not None, "the teacher has no head for the targets"
+    assert targets.compare is not None
+    return targets.compare(student.sequence_logits, teacher.sequence_logits, batch, divergence)

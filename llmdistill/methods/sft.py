@@ -30,7 +30,7 @@ def build_untrained(
     settings: None, teacher: PreTrainedConfig, student: PreTrainedConfig, objective: Objective = TOKENS
 ) -> Method:
     """Build the method that scores an untrained student: sft, or the pooling of embeddings, which have no labels."""
-    if objective.sequences == "embeddings":
+    if objective.pooling is not None:
         return Method({}, shift=is_causal(student), pooling=objective.pooling)
     return build_sft(settings, teacher, student, objective)
 

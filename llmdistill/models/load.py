@@ -10,12 +10,6 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -31,20 +25,15 @@ from llmdistill.models.config_check import built_from, cannot_build, check_sizes
 from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, has_family, is_causal, is_head
 from llmdistill.models.forms import saved_form
+from llmdistill.models.heads import HEADS, HeadName
 from llmdistill.models.sentences import load_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.models.weight_files import check_hub_index, check_weight_files
 from llmdistill.progress import Activity
 
-Head = Literal["lm_head", "pretraining", "sequence", "span", "embedding", "none", "saved"]
-"""The head of a model: lm_head, the LM head (causal for decoders, masked for encoders); pretraining, the LM head and
-BERT's next-sentence head; sequence, a classifier of whole sequences; span, the start and the end of an answer in a
-sequence; embedding, an encoder with the Dense of sentence-transformers, if it has one; none, an encoder without a head;
-saved, the heads of the class that saved the model."""
 
-
-def auto_class(config: PreTrainedConfig, head: Head) -> Any:
-    """Return the class of transformers that loads a model with a head; a decoder has an LM head, a classifier or spans.
+def auto_class(config: PreTrainedConfig, head: HeadName) -> Any:
+    """Return the class of transformers that loads a model with a head.
 
     Raises UserError if the head is the saved one, but config.json names no class of transformers.
     """
@@ -57,16 +46,11 @@ def auto_class(config: PreTrainedConfig, head: Head) -> Any:
                 "install a version that has it, or correct the name"
             )
         return named_class
-    if head == "sequence":
-        return AutoModelForSequenceClassification
-    if head == "span":
-        return AutoModelForQuestionAnswering
-    if is_causal(config):
-        return AutoModelForCausalLM
-    return {"lm_head": AutoModelForMaskedLM, "pretraining": AutoModelForPreTraining}.get(head, AutoModel)
+    row = HEADS[head]
+    return getattr(transformers, row.decoder_class if is_causal(config) else row.auto_class)
 
 
-def has_checkpointing(config: PreTrainedConfig, head: Head) -> bool:
+def has_checkpointing(config: PreTrainedConfig, head: HeadName) -> bool:
     """Return whether transformers can recompute the activations of a model in the backward pass."""
     return bool(model_class(auto_class(config, head), config).supports_gradient_checkpointing)
 
@@ -82,7 +66,7 @@ def load_model(
     *,
     dtype: torch.dtype | Literal["auto"],
     device: torch.device | str | None = None,
-    head: Head = "lm_head",
+    head: HeadName = "lm_head",
     new_head: bool = False,
     num_classes: int | None = None,
 ) -> PreTrainedModel:
@@ -116,12 +100,12 @@ def load_model(
         return model if device is None else cast(PreTrainedModel, model.to(cast(Any, device)))
 
 
-def config_with_head(path: str | Path, head: Head, num_classes: int | None) -> PreTrainedConfig:
+def config_with_head(path: str | Path, head: HeadName, num_classes: int | None) -> PreTrainedConfig:
     """Return the config of a model as `load_model` changes it for a head."""
     config = load_config(path)
     if num_classes is not None:
         config.num_labels = num_classes
-    if head == "sequence" and config.pad_token_id is None:  # a decoder classifies by its last token before the padding
+    if head != "saved" and HEADS[head].needs_padding_token and config.pad_token_id is None:
         config.pad_token_id = load_tokenizer(path).pad_token_id
     return config
 
@@ -159,7 +143,7 @@ def check_files(path: str | Path, part: slice = slice(None)) -> None:
 
 
 def _load_weights(
-    path: str | Path, dtype: torch.dtype | str, head: Head, new_head: bool, num_classes: int | None
+    path: str | Path, dtype: torch.dtype | str, head: HeadName, new_head: bool, num_classes: int | None
 ) -> PreTrainedModel:
     check_files(path)
     config = config_with_head(path, head, num_classes)
@@ -192,7 +176,7 @@ def _load_weights(
     if missing:  # transformers would initialize them at random
         raise UserError(
             f"{path}: {len(missing)} weights are missing, such as {min(missing)}: give a whole checkpoint of this "
-            f"architecture{_WITH_HEAD.get(head, '')}"
+            f"architecture{'' if head == 'saved' else HEADS[head].with_head}"
         )
     if form is not None:
         form.settle(model)
@@ -211,16 +195,7 @@ def fuse_gelu(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-_WITH_HEAD: dict[Head, str] = {
-    "lm_head": " with its language-model head (terms on hidden states, matrices and relations need none: set the "
-    "weights of those on the output to 0)",
-    "pretraining": " with its masked-word and next-sentence heads (data.text.next_sentence=false drops the latter)",
-    "sequence": " with a classifier",
-    "span": " with a head for spans (start and end of an answer)",
-}
-
-
-def build_meta(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel:
+def build_meta(config: PreTrainedConfig, head: HeadName = "none") -> PreTrainedModel:
     """Build a model on the meta device, without weights; by default without a head, as papers count parameters."""
     auto = auto_class(config, head)
     with built_from(config), torch.device("meta"):
@@ -239,7 +214,7 @@ def install_saved(model: PreTrainedModel) -> None:
         saved.install(model)
 
 
-def build_random(config: PreTrainedConfig, head: Head, *, seed: int) -> PreTrainedModel:
+def build_random(config: PreTrainedConfig, head: HeadName, *, seed: int) -> PreTrainedModel:
     """Build a model in fp32 with random weights, which follow the seed; torch's own generator does not change."""
     auto = auto_class(config, head)
     with built_from(config), torch.random.fork_rng(devices=[]):

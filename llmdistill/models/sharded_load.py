@@ -23,7 +23,8 @@ from llmdistill.internals.transformers_names import is_initialized, mark_initial
 from llmdistill.models.adapters import WEIGHTS_FILE
 from llmdistill.models.companions import download, take_generation_settings
 from llmdistill.models.families import is_head
-from llmdistill.models.load import Head, build_meta, check_files, config_with_head, install_saved, load_model
+from llmdistill.models.heads import HeadName
+from llmdistill.models.load import build_meta, check_files, config_with_head, install_saved, load_model
 from llmdistill.models.sentences import load_dense
 
 
@@ -50,7 +51,7 @@ def load_sharded(
     *,
     sharding: Sharding,
     dtype: torch.dtype,
-    head: Head = "lm_head",
+    head: HeadName = "lm_head",
     new_head: bool = False,
     num_classes: int | None = None,
 ) -> PreTrainedModel:

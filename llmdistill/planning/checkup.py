@@ -112,14 +112,15 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
 def above_chance(models: RunModels, teacher: PreTrainedModel, batch: Batch) -> Finding:
     """Compare the teacher's loss on the labels with that of a guess at random."""
     title = "teacher above chance"
-    if models.objective.sequences in ("scores", "embeddings") or models.teacher_head == "none":
+    targets = models.objective.targets
+    if (targets is not None and targets.num_classes is None) or models.teacher_head == "none":
         return Finding("ok", title, "not applicable: the teacher predicts no classes or tokens")
     labels = make_sft(causal=models.causal, objective=models.objective)
     with torch.no_grad():
         sizes = term_sizes(labels, None, teacher, batch, gradients=False)
-    is_span = models.objective.sequences == "spans"
-    classes = batch.input_ids.shape[1] if is_span else max(2, teacher.config.num_labels or 0)
-    guesses = {"label": ("labels", teacher.config.vocab_size), "sequence_label": ("targets", classes)}
+    guesses = {"label": ("labels", teacher.config.vocab_size)}
+    if targets is not None and targets.num_classes is not None:
+        guesses[f"{targets.prefix}label"] = "targets", targets.num_classes(teacher.config, batch)
     sentences, worse = [], []
     for name, size in sizes.items():
         target, num_classes = guesses[name]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from llmdistill.config.machine import MachineConfig
 from llmdistill.planning.step import Moment, model_bytes
 from llmdistill.runtime.tracing import Work
-from llmdistill.step.heads import lm_head_parameters
+from llmdistill.step.lm_head import lm_head_parameters
 from llmdistill.training.checks import STATE_BYTES
 
 PARTS = {

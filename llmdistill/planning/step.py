@@ -18,7 +18,8 @@ from llmdistill.batch import Batch
 from llmdistill.methods import Method
 from llmdistill.models.adapters import cast_parameters
 from llmdistill.models.forms import adapt
-from llmdistill.models.load import Head, build_meta, install_saved
+from llmdistill.models.heads import HeadName
+from llmdistill.models.load import build_meta, install_saved
 from llmdistill.runtime.engine import add_projectors, set_training
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
 from llmdistill.step.learning import HeadLosses
@@ -85,7 +86,7 @@ def build_models(plan: Plan) -> ForecastModels:
     )
 
 
-def _build_on_meta(config: PreTrainedConfig, head: Head, task: Task) -> PreTrainedModel:
+def _build_on_meta(config: PreTrainedConfig, head: HeadName, task: Task) -> PreTrainedModel:
     config = copy.deepcopy(config)
     if task.num_outputs is not None:
         config.num_labels = task.num_outputs
@@ -104,13 +105,7 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
     labels = ids.clone()
     if not plan.models.causal and data.kind == "text":
         labels[:, math.ceil(data.text.mask_share * length) :] = -100
-    targets = {
-        None: None,
-        "classes": ids[:, 0],
-        "scores": ids[:, 0].float(),
-        "embeddings": ids[:, 0],
-        "spans": ids[:, :2],
-    }[plan.models.objective.sequences]
+    targets = plan.models.objective.targets
     packed = data.kind == "instructions" and data.packing
     batch = Batch(
         input_ids=ids,
@@ -118,7 +113,7 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
         labels=labels,
         token_type_ids=torch.zeros_like(ids),
         position_ids=torch.arange(length).expand_as(ids) if packed else None,
-        targets=targets,
+        targets=None if targets is None else targets.of_zeros(ids),
     ).with_label_rows(shift=plan.method.shift)
     # Texts fill their rows; other batches are padded, and then an encoder's attention needs a mask.
     return replace(batch, padding="none" if data.kind == "text" else "right").to("meta")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from llmdistill.files import read_json, write_text
 from llmdistill.models.configs import load_config, local_folder
 from llmdistill.models.forms import saved_form
 from llmdistill.models.gguf import RECORD, origin
+from llmdistill.models.heads import HEADS
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
 from llmdistill.report.pages import rendered
 from llmdistill.report.tables import TitledTable
@@ -35,15 +37,11 @@ _COMMENT = (
     "<!-- Written by llmdistill, which writes it again when the same command scores the student again. Complete it, "
     "and remove this comment to keep your text. -->"
 )
-_HEADS = {
+_DECODERS = {
     "ForCausalLM": ("text-generation", "AutoModelForCausalLM"),
     "LMHeadModel": ("text-generation", "AutoModelForCausalLM"),
-    "ForMaskedLM": ("fill-mask", "AutoModelForMaskedLM"),
-    "ForPreTraining": ("fill-mask", "AutoModelForPreTraining"),
-    "ForSequenceClassification": ("text-classification", "AutoModelForSequenceClassification"),
-    "ForQuestionAnswering": ("question-answering", "AutoModelForQuestionAnswering"),
 }
-"""How the name of an architecture ends -> its `pipeline_tag` on the hub, and the class that loads it."""
+"""How the name of a decoder's architecture ends -> its `pipeline_tag` on the hub, and the class that loads it."""
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/")
 _MACHINE_PATH = re.compile(r"(?<![^\s='\"(\[{,:])(?:~|[A-Za-z]:)?/(?!/)[^\s'\"()\[\]{},]*")
 _LONGEST = 300
@@ -231,7 +229,9 @@ def _find_task(folder: Path, config: PreTrainedConfig) -> tuple[str, str]:
     name = (config.architectures or [""])[0]
     if (folder / "modules.json").is_file():
         return "sentence-similarity", "SentenceTransformer"
-    return next((task for end, task in _HEADS.items() if name.endswith(end)), ("feature-extraction", "AutoModel"))
+    of_heads = ((ending, (head.pipeline_tag, head.auto_class)) for head in HEADS.values() for ending in head.endings)
+    tags = chain(_DECODERS.items(), of_heads)
+    return next((task for ending, task in tags if name.endswith(ending)), ("feature-extraction", "AutoModel"))
 
 
 def _render_use(folder: Path, config: PreTrainedConfig, *, onnx: bool = False) -> str:

@@ -17,10 +17,11 @@ from llmdistill.errors import UserError
 from llmdistill.losses.terms import BoundTerms, Losses
 from llmdistill.models.families import family_of, has_family, has_plain_logits, has_segments, is_causal
 from llmdistill.models.general import layer_values
+from llmdistill.models.heads import find_head
 from llmdistill.models.sentences import SentencePooler
 from llmdistill.objective import Pooling
-from llmdistill.step.heads import LMHead
 from llmdistill.step.learning import HeadLosses, LayerLosses, split_by_positions
+from llmdistill.step.lm_head import LMHead
 from llmdistill.step.taps import Recorder
 
 
@@ -73,6 +74,8 @@ class TappedModel:
         self._head = LMHead(self.model)
         self.has_lm_head = self._head.is_there
         config = self.model.config
+        head = find_head(self.model)
+        self._task_head = None if head is None or head.targets is None else head
         self.shift = is_causal(config)
         is_plain = self.has_lm_head or self.model.get_output_embeddings() is None
         self.shortcut = has_family(config) and has_plain_logits(config) and is_plain
@@ -257,16 +260,13 @@ class TappedModel:
         return self._head.replaced(torch.cat([batch.rows_at(place) for place in places]), compute)
 
     def _split_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """Return the outputs of the LM head and of the head for sequences; None for a head that the model lacks."""
+        """Return the outputs of the LM head and of the head for targets; None for a head that the model lacks."""
         if self._pooler is not None:
             return None, self._pooler.embeddings
-        if "prediction_logits" in result:
-            return result.prediction_logits, result.seq_relationship_logits
-        if "start_logits" in result:
-            # Padding is no place for an answer: the distribution of a sequence must not depend on its batch.
-            spans_B2T = torch.stack([result.start_logits, result.end_logits], dim=1)
-            return None, spans_B2T.masked_fill((batch.attention_mask == 0)[:, None], float("-inf"))
-        logits = result.get("logits")
+        of_targets = None if self._task_head is None else self._task_head.output(result, batch)
+        if of_targets is not None:
+            return result.get("prediction_logits"), of_targets
+        logits = result.get("logits", result.get("prediction_logits"))
         is_of_tokens = self.has_lm_head or (logits is not None and logits.dim() == 3)
         if not self.shortcut and logits is not None and logits.dim() == 3:
             logits = logits[:, : batch.input_ids.shape[1]]  # Perceiver gives logits for all of its positions

@@ -19,7 +19,8 @@ from llmdistill.errors import UserError
 from llmdistill.models.companions import save_model, take_generation_settings
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name, shape_of
-from llmdistill.models.load import Head, build_random, load_model
+from llmdistill.models.heads import HeadName
+from llmdistill.models.load import build_random, load_model
 from llmdistill.progress import progress
 from llmdistill.students.counting import build_reference, layer_linears, layer_stacks
 from llmdistill.students.experts import factors_name, stack_factors
@@ -202,7 +203,7 @@ def compress(
     method: str = "svd",
     *,
     device: torch.device | None = None,
-    head: Head = "saved",
+    head: HeadName = "saved",
     weighted: Weighted | None = None,
 ) -> dict[str, Any]:
     """Factorize the model of a folder into a new folder that from_pretrained loads; returns what `summarize` does.
@@ -226,7 +227,7 @@ def make_student(
     settings: StudentConfig,
     *,
     seed: int,
-    head: Head,
+    head: HeadName,
     importance: Importance | None = None,
 ) -> None:
     """Write a student with a shape of its own and its teacher's architecture as a new folder, in fp32, with tokenizer.

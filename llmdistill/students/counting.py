@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
 from llmdistill.models.general import in_lists, is_linear
-from llmdistill.models.load import Head, build_meta, install_saved
+from llmdistill.models.heads import HeadName
+from llmdistill.models.load import build_meta, install_saved
 from llmdistill.students.experts import stacks_of
 from llmdistill.students.install import features
 from llmdistill.students.kronecker import kronecker_flops, kronecker_params
@@ -38,7 +39,7 @@ def forward_flops(model: nn.Module) -> int:
     return 2 * (count_parameters(model) - factors) + of_products
 
 
-def build_reference(config: PreTrainedConfig, head: Head = "none") -> PreTrainedModel:
+def build_reference(config: PreTrainedConfig, head: HeadName = "none") -> PreTrainedModel:
     """Build a model on the meta device, factorized if its config says so; by default the one that papers count.
 
     That is the base model (with pooler) for encoders, and the causal LM for decoders. `config` stays as it is. Raises

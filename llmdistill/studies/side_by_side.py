@@ -20,7 +20,8 @@ from llmdistill.fingerprints import fingerprint
 from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
-from llmdistill.models.load import Head, load_model
+from llmdistill.models.heads import HeadName
+from llmdistill.models.load import load_model
 from llmdistill.report.plots import Drawing
 from llmdistill.report.record import make_record
 from llmdistill.report.study_report import StudyReport
@@ -115,7 +116,7 @@ class ComparedModels(Study):
                 kind = "an encoder" if causal else "a decoder"
                 raise UserError(f"--model: the {name} ({path}) is {kind}, and {reason}")
 
-    def load(self, name: str, head: Head) -> PreTrainedModel:
+    def load(self, name: str, head: HeadName) -> PreTrainedModel:
         return load_model(self.paths[name], dtype=TORCH_DTYPES[self.dtype], device=self.device, head=head)
 
     def trials(self, asked: Mapping[tuple[str, ...], Mapping[str, Any]]) -> dict[tuple[str, ...], ModelTrial]:
@@ -173,7 +174,7 @@ class ComparedModels(Study):
         *,
         asked: Mapping[str, Any],
         on: str,
-        head: Head,
+        head: HeadName,
         check: Callable[[], object] = lambda: None,
     ) -> dict[str, dict[str, Any]]:
         """Return path, parameters and scores of each model, as `score_all`; `on` says in words what they are scored on.

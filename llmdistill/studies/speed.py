@@ -15,7 +15,8 @@ from llmdistill.data.pairs import collate_pairs, encode_pairs
 from llmdistill.errors import UserError
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import has_segments, is_causal
-from llmdistill.models.load import Head, build_random
+from llmdistill.models.heads import HeadName
+from llmdistill.models.load import build_random
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.tables import TitledTable
 from llmdistill.runtime.devices import TORCH_DTYPES
@@ -69,7 +70,7 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
     return ModelScores(results={"models": models.measure_together(measure)})
 
 
-def _head(config: PreTrainedConfig) -> Head:
+def _head(config: PreTrainedConfig) -> HeadName:
     return "lm_head" if is_causal(config) else "none"
 
 

@@ -19,7 +19,7 @@ from llmdistill.config import RunConfig
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.models.families import max_positions
-from llmdistill.models.load import Head
+from llmdistill.models.heads import HeadName
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import on_every
 
@@ -164,7 +164,7 @@ class Task(TaskData):
     The methods of TaskData are for what `read` returns, which is the task itself with its examples (`having`).
     """
 
-    head: ClassVar[Head | None] = None
+    head: ClassVar[HeadName | None] = None
     """The head that the models need for the task; None if the terms of the loss determine the head."""
     validates_labels: ClassVar[bool] = False
     """Whether the validation loss is the cross-entropy on the labels for every method; else it is the method's loss."""

@@ -17,26 +17,19 @@ from llmdistill.batch import Batch, Loader
 from llmdistill.config import DataConfig, GenerationConfig, RunConfig, TaskConfig, TrainConfig
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
-from llmdistill.models.load import Head
+from llmdistill.models.heads import HEADS, HeadName
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_class, task_key
 from llmdistill.tasks.base import ScoredModel, ScoreTable
 from llmdistill.tasks.stored import StoredTask
 from llmdistill.tasks.text_metrics import NAMES
 
-_HEADS: dict[Head, tuple[str, tuple[str, ...]]] = {
-    "sequence": ("classifier", ("ForSequenceClassification",)),
-    "span": ("head for spans", ("ForQuestionAnswering",)),
-    "lm_head": ("language-model head", ("ForMaskedLM", "ForPreTraining")),
-}
-"""The heads of tasks as messages call them, and the endings of the class names that have them, the usual one first."""
-
 
 class Benchmark(StoredTask):
     """A task with labels, a dev split and metrics, on which a model with a new head is fine-tuned."""
 
     scored = ("teacher", "student")
-    head: ClassVar[Head]
+    head: ClassVar[HeadName]
     usual_length: ClassVar[int]
     """The usual maximum number of tokens of an example."""
     table_title: ClassVar[str] = "Dev sets x 100"
@@ -102,11 +95,11 @@ class Benchmark(StoredTask):
         Raises:
             UserError: it has another head; the message contains `named`.
         """
-        (head, endings), name = _HEADS[cls.head], (config.architectures or [""])[0]
-        if not name.endswith(endings):
+        head, name = HEADS[cls.head], (config.architectures or [""])[0]
+        if not name.endswith(head.endings):
             raise UserError(
-                f"{named}: it is a {name or config.model_type} without {head}; give a model that is fine-tuned on "
-                f"{cls.title(key)}"
+                f"{named}: it is a {name or config.model_type} without {head.title}; give a model that is fine-tuned "
+                f"on {cls.title(key)}"
             )
 
     @classmethod
@@ -265,10 +258,11 @@ def score_task(
     """
     task_type, key = named_benchmark(task, setting="data")
     task_type.check_folder(data_dir, key, setting="data_dir")
-    head, (ending, *_) = _HEADS[task_type.head]
-    if not type(model).__name__.endswith(ending):
+    head = HEADS[task_type.head]
+    if not type(model).__name__.endswith(head.endings[0]):
         raise UserError(
-            f"model is a {type(model).__name__} without {head}: give one that is fine-tuned on {task_type.title(key)}"
+            f"model is a {type(model).__name__} without {head.title}: give one that is fine-tuned on "
+            f"{task_type.title(key)}"
         )
     task_type.check_fine_tuned(model.config, key, named="model")
     with TemporaryDirectory() as scratch:

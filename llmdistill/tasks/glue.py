@@ -16,6 +16,7 @@ from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, encode_pairs
 from llmdistill.data.store import SplitWriter, in_pieces
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
+from llmdistill.models.heads import CLASSES, SCORES
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoredModel
@@ -105,7 +106,7 @@ class Glue(Benchmark):
         return self.task.num_outputs
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        return Objective(tokens=False, sequences="classes" if self.task.classes else "scores")
+        return Objective(tokens=False, targets=CLASSES if self.task.classes else SCORES)
 
     def configure(self, model: PreTrainedModel) -> None:
         classes = self.task.classes

@@ -23,7 +23,7 @@ from llmdistill.losses.terms import TokenTerm
 from llmdistill.models.families import has_family, has_plain_logits, has_segments
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, all_reduce_sum
-from llmdistill.step.heads import LMHead
+from llmdistill.step.lm_head import LMHead
 from llmdistill.tasks.perplexity import perplexity_of
 
 _LOGITS = 2**27

@@ -41,6 +41,7 @@ from llmdistill.embedded import locate, locate_data
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.models.families import is_causal
+from llmdistill.models.heads import EMBEDDINGS
 from llmdistill.models.sentences import SentenceSettings, dense_width, has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling
 from llmdistill.runtime.distributed import World
@@ -103,7 +104,7 @@ class Sentences(StoredTask):
                 f"student.model {student} ends in a Dense of {own}, and the embeddings of the teacher have {width}: "
                 "take the teacher that it has learned from, or a student without a Dense"
             )
-        return Objective(tokens=False, sequences="embeddings", pooling=self.settings.pooling)
+        return Objective(tokens=False, targets=EMBEDDINGS, pooling=self.settings.pooling)
 
     def paths(self) -> list[Path] | None:
         parts = [part.reference for reference in self._list_references().values() for part in parts_of(reference)]

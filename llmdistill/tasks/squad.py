@@ -27,6 +27,7 @@ from llmdistill.data.store import SplitWriter
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.models.families import is_causal
+from llmdistill.models.heads import SPANS
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoredModel
@@ -98,7 +99,7 @@ class Squad(Benchmark):
         super().check_model(key, reference, config)
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        return Objective(tokens=False, sequences="spans")
+        return Objective(tokens=False, targets=SPANS)
 
     def configure(self, model: PreTrainedModel) -> None:
         """See Task: the outputs are no classes, whatever the model was fine-tuned on before."""

@@ -23,6 +23,7 @@ from llmdistill.data.sources import Data, open_rows, write_rows
 from llmdistill.data.text import MixedSequences, TextSequence, TextSequences, validation_batches
 from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments
+from llmdistill.models.heads import CLASSES
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import on_every, on_main
@@ -80,7 +81,7 @@ class Text(Task):
                 f"data.text.next_sentence is true, but {teacher.model_type} has no next-sentence head: take one "
                 f"that has it ({having}), or leave next_sentence out"
             )
-        return Objective(tokens=True, sequences="classes" if wanted else None)
+        return Objective(tokens=True, targets=CLASSES if wanted else None)
 
     def check_files(self, *, thorough: bool = True) -> None:
         data = self.config.data
@@ -116,7 +117,7 @@ class Text(Task):
     @property
     def next_sentence(self) -> bool:
         """Whether a pair has the target whether its second segment follows the first."""
-        return self.models.objective.sequences is not None
+        return self.models.objective.targets is not None
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:

@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from llmdistill.models.load import Head, load_model
+from llmdistill.models.heads import HeadName
+from llmdistill.models.load import load_model
 from llmdistill.models.sharded import keep_gathered
 from llmdistill.models.sharded_load import Sharding, load_sharded
 from llmdistill.runtime.distributed import World, node_group, node_ranks
 from llmdistill.runtime.ds_config import NO_TIMERS
-from llmdistill.step.heads import lm_head_parameters
+from llmdistill.step.lm_head import lm_head_parameters
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def load_teacher(
     dtype: torch.dtype,
     sharding: Literal["replicated", "node", "zero3"],
     zero: Mapping[str, Any] | None = None,
-    head: Head = "lm_head",
+    head: HeadName = "lm_head",
 ) -> LiveTeacher:
     """Load a teacher with a head; every rank must call this function.
 

@@ -19,6 +19,7 @@ from llmdistill.embedded import locate
 from llmdistill.generation.rollout import OnPolicyLoader, StudentWriter, Writer
 from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
 from llmdistill.models.adapters import is_adapter
+from llmdistill.models.classifier import read_classifier, set_classifier
 from llmdistill.models.forms import adapt
 from llmdistill.models.load import load_model
 from llmdistill.models.sentences import has_dense
@@ -29,7 +30,6 @@ from llmdistill.runtime.engine import Template, add_projectors, build_engine, sa
 from llmdistill.runtime.environment import kernels
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.step.compile import check_compilers
-from llmdistill.step.heads import read_classifier, set_classifier
 from llmdistill.step.tap_models import tap_student
 from llmdistill.step.teacher import AskedTeacher, AskingLoader, Teacher
 from llmdistill.students.convert import compress, make_student

@@ -20,6 +20,7 @@ from llmdistill.internals.transformers_names import leave_out_of_files
 from llmdistill.messages import say
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import max_positions
+from llmdistill.models.heads import EMBEDDINGS, find_head
 from llmdistill.models.sentences import has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling, PoolingMode
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
@@ -234,16 +235,8 @@ class DistillationLoss:
         if mask is None:  # several sequences in a row, each starting at position 0; or rows without padding
             mask = torch.ones_like(input_ids) if position_ids is None else (position_ids == 0).cumsum(-1)
         labels, targets = inputs.get("labels"), inputs.get("next_sentence_label")
-        if self.objective.sequences == "embeddings":
-            # Every sentence counts. Labels (B,) are its place in a triple, for margins.
-            labels, targets = None, input_ids.new_zeros(len(input_ids)) if labels is None else labels
-        elif self.objective.sequences == "spans":
-            labels, keys = None, ("start_positions", "end_positions")
-            targets = torch.stack([inputs[key] for key in keys], dim=1) if inputs.keys() >= set(keys) else None
-        elif self.objective.tokens is False:
-            labels, targets = None, labels
-            if targets is not None and self.objective.sequences == "scores":
-                targets = targets.float().flatten()
+        if self.objective.targets is not None and not self.objective.tokens:
+            labels, targets = self.objective.targets.from_inputs(inputs)
         if labels is None:
             if "labels" in self.method.positions.values():
                 raise UserError(
@@ -278,8 +271,7 @@ class DistillationLoss:
         if isinstance(given, Mapping):
             counts = {name: given[name].to(batch.input_ids.device) for name in POSITIONS}
         elif given is not None:
-            main: Positions = "labels" if self.objective.tokens else "sequences"
-            scale = given / counts[main].clamp(min=1)
+            scale = given / counts[self.objective.positions].clamp(min=1)
             counts = {name: count * scale for name, count in counts.items()}
         # A batch with a small share of the labels has divisors below 1; only a divisor of 0 is replaced by 1.
         return {name: torch.where(count > 0, count, 1) for name, count in counts.items()}
@@ -300,10 +292,8 @@ def _pooling_of(teacher: PreTrainedModel, mode: PoolingMode | None) -> Pooling:
 def _objective_of(student: PreTrainedModel, pooling: Pooling | None) -> Objective:
     """Return the learning objective: embeddings, if these are pooled, or what belongs to the student's head."""
     if pooling is not None:
-        return Objective(tokens=False, sequences="embeddings", pooling=pooling)
-    name = type(student).__name__
-    if name.endswith("ForSequenceClassification"):
-        return Objective(tokens=False, sequences="scores" if student.config.num_labels == 1 else "classes")
-    if name.endswith("ForQuestionAnswering"):
-        return Objective(tokens=False, sequences="spans")
-    return Objective(tokens=True, sequences="classes" if name == "BertForPreTraining" else None)
+        return Objective(tokens=False, targets=EMBEDDINGS, pooling=pooling)
+    head = find_head(student)
+    if head is None or head.targets is None:
+        return Objective()
+    return Objective(tokens=head.has_tokens, targets=head.targets(student.config))

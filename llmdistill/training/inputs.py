@@ -25,7 +25,8 @@ from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
 from llmdistill.models.companions import copy_companions
 from llmdistill.models.configs import load_config
-from llmdistill.models.load import Head, folder_damage, load_model
+from llmdistill.models.heads import HeadName
+from llmdistill.models.load import folder_damage, load_model
 from llmdistill.models.tokenizer import brings_tokenizer, fit_tokenizer, load_tokenizer
 from llmdistill.runtime.devices import TORCH_DTYPES, choose_dtype, default_device
 from llmdistill.training.rules import check_settings
@@ -191,7 +192,7 @@ def device_for(model: Model, device: torch.device | str | None) -> torch.device 
 
 
 @contextmanager
-def evaluating(model: Model, *, head: Head) -> Iterator[PreTrainedModel]:
+def evaluating(model: Model, *, head: HeadName) -> Iterator[PreTrainedModel]:
     """Yield the model in evaluation mode; a named model is loaded in the best dtype, on the GPU if there is one."""
     if isinstance(model, PreTrainedModel):
         loaded = model

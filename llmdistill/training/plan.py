@@ -16,6 +16,7 @@ from llmdistill.embedded import locate
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import is_causal
 from llmdistill.models.gguf import origin
+from llmdistill.models.heads import HEADS
 from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies, load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.devices import TORCH_DTYPES
@@ -216,7 +217,8 @@ def _plan_method(config: RunConfig, task: Task, models: _Models) -> tuple[Method
     unsearched = config if searched is None else config.with_settings(searched, teacher_layer="last")
     given = unsearched.method_settings, models.teacher, models.student, objective
     method = build_method(names, *given)
-    if task.head not in (None, "none", "embedding") and not {"labels", "sequences"} & set(method.positions.values()):
+    learns_labels = task.head is not None and HEADS[task.head].learns_labels
+    if learns_labels and not {"labels", "sequences"} & set(method.positions.values()):
         method = build_method([*names, "sft"], *given)  # else no term would train the head of the task
     return method, objective
 

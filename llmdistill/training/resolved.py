@@ -15,13 +15,13 @@ from llmdistill.config import OneTeacher, RunConfig, StudentConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, Method
+from llmdistill.models.classifier import copies_classifier
 from llmdistill.models.configs import load_config, local_folder
 from llmdistill.models.families import shape_of
 from llmdistill.models.forms import saved_size
-from llmdistill.models.load import Head
+from llmdistill.models.heads import HeadName
 from llmdistill.models.tokenizer import brings_tokenizer
 from llmdistill.runtime.devices import TORCH_DTYPES
-from llmdistill.step.heads import copies_classifier
 from llmdistill.students.counting import build_reference, count_parameters, forward_flops
 from llmdistill.students.install import install
 from llmdistill.students.kinds import KINDS
@@ -58,9 +58,9 @@ class RunModels(Models):
     `saved_bytes` of the student with its forms."""
     dtype: torch.dtype
     """The dtype of the student."""
-    student_head: Head
+    student_head: HeadName
     """The heads that the student needs: those whose outputs the loss uses; for a decoder always the lm_head."""
-    teacher_head: Head
+    teacher_head: HeadName
     """The heads that the teacher needs: those whose outputs the student is compared with."""
     copies_classifier: bool
     """Whether the student's classifier is initialized from the teacher's."""
@@ -136,12 +136,12 @@ def saved_sizes(
 
 def heads_of(
     config: RunConfig, task: Task, method: Method, teacher: PreTrainedConfig, student: PreTrainedConfig, *, causal: bool
-) -> tuple[Head, Head]:
+) -> tuple[HeadName, HeadName]:
     """Return the heads that the teacher and the student need; see `RunModels`."""
     if task.head is not None:
         return task.head, task.head
 
-    def needed(*, tokens: bool, sequences: bool) -> Head:
+    def needed(*, tokens: bool, sequences: bool) -> HeadName:
         if causal:
             return "lm_head"
         return "pretraining" if sequences else "lm_head" if tokens else "none"

@@ -207,7 +207,7 @@ CHOICES: dict[str, Choice] = {
     ),
     "spans": Choice(
         typed="question answering (`squad1`, `squad2`, `mlqa`)",
-        of_plan=lambda plan: plan.models.objective.sequences == "spans",
+        of_plan=lambda plan: plan.models.objective.targets is not None and plan.models.objective.targets.is_per_token,
     ),
     "changing examples": Choice(
         typed="`data.streaming`, `data.on_policy`, texts of encoders, written texts",

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from llmdistill.models.adapters import is_adapter
 from llmdistill.models.families import max_positions
-from llmdistill.models.load import Head, merge_adapter
+from llmdistill.models.heads import HeadName
+from llmdistill.models.load import merge_adapter
 from llmdistill.runtime.distributed import World, exists_on_main, on_main, wait_until_visible
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
@@ -46,7 +47,7 @@ class TeacherOnDemand:
         self._loaded = None
 
 
-def make_teacher(plan: Plan, *, head: Head | None = None, name: str = "") -> LiveTeacher:
+def make_teacher(plan: Plan, *, head: HeadName | None = None, name: str = "") -> LiveTeacher:
     """Load a teacher in evaluation mode, by default with the head that the run needs; `name` is one of others."""
     head = plan.models.teacher_head if head is None else head
     teacher = plan.models.teachers[name]

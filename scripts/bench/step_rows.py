@@ -29,6 +29,7 @@ from llmdistill.methods.kd import KdConfig
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.methods.tinybert import TinybertConfig
+from llmdistill.models.heads import CLASSES
 from llmdistill.models.load import fuse_gelu
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import World
@@ -161,7 +162,7 @@ def ours(
     With `lengths` in the row, each row of the batch is packed with sequences of these lengths. `batches` makes those of
     each step anew.
     """
-    objective = TOKENS if setting.targets is None else Objective(tokens=False, sequences="classes")
+    objective = TOKENS if setting.targets is None else Objective(tokens=False, targets=CLASSES)
     method = make_method(row["task"], setting.teacher.config, setting.student.config, objective)
     batch = Batch(setting.ids, torch.ones_like(setting.ids), setting.labels, targets=setting.targets)
     if "lengths" in row:

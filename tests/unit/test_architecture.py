@@ -34,6 +34,7 @@ FORBIDDEN = {
     "artifacts": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files", "fingerprints"},
     "batch": PARTS | ABOVE_PARTS | LOWEST - {"errors", "attention_mask"},
     "fingerprints": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files"},
+    "objective": PARTS | ABOVE_PARTS | LOWEST - {"errors", "batch"},
     "messages": PARTS | ABOVE_PARTS | LOWEST - {"errors", "progress"},
     "plugins": PARTS | ABOVE_PARTS | LOWEST - {"messages"},
     **{name: ABOVE_PARTS for name in PARTS},

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, BertForPreTraining, PreTrainedMod
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config import TrainConfig
 from llmdistill.methods import METHODS, build_method
+from llmdistill.models.heads import CLASSES
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.step import packed
@@ -79,7 +80,7 @@ def make_batch(family: str) -> Batch:
 
 def make_trainer(method_name: str, family: str, **settings: Any) -> Trainer:
     teacher, student = make_model(family).eval(), make_model(family)
-    objective = Objective(tokens=True, sequences="classes" if family == "bert" else None)
+    objective = Objective(tokens=True, targets=CLASSES if family == "bert" else None)
     names = ALL if method_name == "all" else [method_name]
     method = build_method(names, SETTINGS, teacher.config, student.config, objective)
     if settings.get("activation_checkpointing"):

@@ -19,7 +19,8 @@ from llmdistill.fingerprints import fingerprint
 from llmdistill.messages import print_result
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, shape_of
-from llmdistill.models.load import Head, load_model
+from llmdistill.models.heads import HeadName
+from llmdistill.models.load import load_model
 from llmdistill.papers.fine_tuning.protocols import BEST, short_names, teacher_of
 from llmdistill.papers.fine_tuning.results import averages, fine_tuning_report
 from llmdistill.papers.fine_tuning.task_study import TaskStudy
@@ -216,7 +217,7 @@ def _measure(config: FineTuningConfig, study: TaskStudy) -> dict[str, Any]:
         return kept
     loaded = {}
     for role, path in models.items():
-        head: Head = "sequence" if is_causal(load_config(path)) else "none"
+        head: HeadName = "sequence" if is_causal(load_config(path)) else "none"
         loaded[role] = load_model(path, dtype=dtype, device=device, head=head, new_head=True)
     sizes: dict[str, Any] = {"params": {role: parameter_split(model) for role, model in loaded.items()}}
     if config.speed:

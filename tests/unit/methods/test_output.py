@@ -17,11 +17,11 @@ from llmdistill.methods.kd import KdConfig
 from llmdistill.methods.kroneckerbert import KroneckerbertConfig
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.methods.tinybert import TinybertConfig
+from llmdistill.models import heads
 from llmdistill.objective import Objective
 
-TOKENS, CLASSES, SCORES = Objective(), Objective(tokens=False, sequences="classes"), Objective(False, "scores")
-BOTH = Objective(tokens=True, sequences="classes")
-SPANS = Objective(tokens=False, sequences="spans")
+TOKENS, BOTH = Objective(), Objective(tokens=True, targets=heads.CLASSES)
+CLASSES, SCORES, SPANS = (Objective(False, targets) for targets in (heads.CLASSES, heads.SCORES, heads.SPANS))
 
 OUTPUT_ALONE: dict[str, Any] = {
     "sft": None,
@@ -43,9 +43,9 @@ WEIGHTS = {
 
 LABELS = torch.tensor([[IGNORE_INDEX, 2, 3], [IGNORE_INDEX, IGNORE_INDEX, 1], [IGNORE_INDEX, 4, IGNORE_INDEX]])
 TARGETS = {
-    "classes": torch.tensor([1, IGNORE_INDEX, 0]),
-    "scores": torch.tensor([2.5, math.nan, 0.5]),
-    "spans": torch.tensor([[1, 2], [IGNORE_INDEX, IGNORE_INDEX], [0, 0]]),
+    heads.CLASSES: torch.tensor([1, IGNORE_INDEX, 0]),
+    heads.SCORES: torch.tensor([2.5, math.nan, 0.5]),
+    heads.SPANS: torch.tensor([[1, 2], [IGNORE_INDEX, IGNORE_INDEX], [0, 0]]),
 }
 WITH_TARGET = [0, 2]
 
@@ -53,18 +53,18 @@ WITH_TARGET = [0, 2]
 def outputs(seed: int, objective: Objective) -> Outputs:
     generator = torch.Generator().manual_seed(seed)
     words = torch.randn(3, 3, 5, generator=generator) if objective.tokens else None
-    if objective.sequences is None:
+    if objective.targets is None:
         return Outputs(words, Taps())
-    shape = {"scores": (3, 1), "classes": (3, 2), "spans": (3, 2, 3)}[objective.sequences]
+    shape = {heads.SCORES: (3, 1), heads.CLASSES: (3, 2), heads.SPANS: (3, 2, 3)}[objective.targets]
     return Outputs(words, Taps(), sequence_logits=torch.randn(*shape, generator=generator))
 
 
 def naive(method: str, name: str, student: Outputs, teacher: Outputs, objective: Objective) -> float:
     """Every term as the mean over what it counts; start and end of a span count as one half each."""
-    scores = objective.sequences == "scores"
+    scores = objective.targets == heads.SCORES
     if name.startswith("sequence_"):
         rows = [(student.sequence_logits[b], teacher.sequence_logits[b] if teacher else None) for b in WITH_TARGET]
-        targets = TARGETS[objective.sequences][WITH_TARGET]
+        targets = TARGETS[objective.targets][WITH_TARGET]
         if objective == SPANS:
             rows = [(mine[k], None if theirs is None else theirs[k]) for mine, theirs in rows for k in (0, 1)]
             targets = targets.flatten()
@@ -99,14 +99,14 @@ def test_terms(method: str, objective: Objective, models) -> None:
     for name, weight in WEIGHTS[method].items():
         if objective.tokens:
             weights[name] = weight
-        if objective.sequences is not None:
+        if objective.targets is not None:
             measure = "mse" if objective == SCORES and name == "reverse_kl" else name
             weights[f"sequence_{measure}"] = weight
     assert built.weights == weights
     assert built.positions == {name: "sequences" if name.startswith("sequence_") else "labels" for name in weights}
     assert built.needs_teacher is (method != "sft")
     labels = LABELS if objective.tokens else torch.full_like(LABELS, IGNORE_INDEX)
-    targets = None if objective.sequences is None else TARGETS[objective.sequences]
+    targets = None if objective.targets is None else TARGETS[objective.targets]
     student, batch = outputs(0, objective), Batch(LABELS.clamp_min(0), torch.ones_like(LABELS), labels, targets=targets)
     teacher = outputs(1, objective) if built.needs_teacher else None
     terms = terms_of(built, student, teacher, batch)

@@ -17,6 +17,7 @@ from llmdistill.losses.terms import BoundTerms
 from llmdistill.methods import METHODS, build_method
 from llmdistill.methods.sft import make_sft
 from llmdistill.models.families import family_of, has_family
+from llmdistill.models.heads import CLASSES
 from llmdistill.objective import Objective
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.loss_check import check_losses
@@ -34,7 +35,7 @@ CHANGES = {
 }
 SETTINGS = {name: replace(METHODS[name].defaults(), **each) for name, each in CHANGES.items()}
 EVERYWHERE = {name: replace(SETTINGS[name], positions="all") for name in ("makd", "kd")}
-BOTH = Objective(tokens=True, sequences="classes")
+BOTH = Objective(tokens=True, targets=CLASSES)
 
 
 def make(family, seed):

@@ -25,6 +25,7 @@ from llmdistill.data.pairs import (
 )
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS, build_method
+from llmdistill.models.heads import EMBEDDINGS
 from llmdistill.models.sentences import dense_of, save_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Pooling
@@ -126,7 +127,7 @@ def test_models_methods_and_settings_that_are_refused(tmp_path):
     keeps = replace(run, method_settings={"embedding": METHODS["embedding"].settings(projection="keep")})
     Sentences(keeps).check_model("student.model", where, config)
     learns = replace(keeps, student=replace(run.student, model=where))
-    assert Sentences(learns).objective(config, uses_output=False).sequences == "embeddings"
+    assert Sentences(learns).objective(config, uses_output=False).targets == EMBEDDINGS
     wider = BertConfig(**{**config.to_dict(), "hidden_size": 24})
     refuses(
         "ends in a Dense of 16, and the embeddings of the teacher have 24",
@@ -190,7 +191,7 @@ def test_the_first_matrix_is_that_of_the_procrustes_problem(tmp_path, monkeypatc
     tokenizer = load_tokenizer(tmp_path)
     items = encode_pairs([PairExample(text, None, 0, place) for place, text in enumerate(TEXTS)], tokenizer, 5)
     pooling = Pooling(("cls",))
-    objective = Objective(tokens=False, sequences="embeddings", pooling=pooling)
+    objective = Objective(tokens=False, targets=EMBEDDINGS, pooling=pooling)
     method = METHODS["embedding"].build(METHODS["embedding"].defaults(), teacher.config, student.config, objective)
     found = calibration.nearest_rotation(
         method,

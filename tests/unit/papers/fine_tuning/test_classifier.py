@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import tiny_model
 
-from llmdistill.step.heads import classifier_parameters, read_classifier, set_classifier
+from llmdistill.models.classifier import classifier_parameters, read_classifier, set_classifier
 
 CLASSIFIERS = {
     "bert": {"classifier.weight", "classifier.bias"},

@@ -1,0 +1,189 @@
+"""The heads that a task may need: the class of transformers that loads a model with it, its output, and its targets.
+
+A new head is a row in HEADS. A task of another package adds it in the file of the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmdistill.batch import Batch, LossSum
+from llmdistill.losses import sequence
+from llmdistill.objective import CompareLogits, Targets
+
+HeadName = str
+"""A key of HEADS; or saved, the heads of the class that saved the model."""
+
+Inputs = Mapping[str, Any]
+"""What a model is called with, or gives, by the names of transformers."""
+
+
+def _compare_logits(student: Tensor, teacher: Tensor, batch: Batch, divergence: CompareLogits) -> LossSum:
+    return divergence(student, teacher, batch.has_target())
+
+
+def _cross_entropy(logits: Tensor, batch: Batch) -> LossSum:
+    assert batch.targets is not None, "the batch has no targets"
+    return sequence.sequence_cross_entropy(logits, batch.targets)
+
+
+CLASSES = Targets(
+    label_loss=_cross_entropy,
+    compare=_compare_logits,
+    num_classes=lambda config, batch: max(2, config.num_labels or 0),
+    from_inputs=lambda inputs: (None, inputs.get("labels")),
+    of_zeros=lambda zeros_BT: zeros_BT[:, 0],
+)
+"""A class of each sequence; the output is (B, C)."""
+
+
+def _squared_error(scores: Tensor, batch: Batch) -> LossSum:
+    assert batch.targets is not None, "the batch has no targets"
+    return sequence.sequence_mse(scores, batch.targets)
+
+
+def _labels_as_scores(inputs: Inputs) -> tuple[None, Tensor | None]:
+    labels = inputs.get("labels")
+    return None, None if labels is None else labels.float().flatten()
+
+
+SCORES = Targets(
+    label_loss=_squared_error,
+    # Scores, as of STS-B, have no distribution that a divergence could compare.
+    compare=lambda student, teacher, batch, _: sequence.sequence_score_mse(student, teacher, batch.has_target()),
+    own_measure="mse",
+    from_inputs=_labels_as_scores,
+    of_zeros=lambda zeros_BT: zeros_BT[:, 0].float(),
+)
+"""A score of each sequence; the output is (B, 1)."""
+
+
+def _ends_as_targets(inputs: Inputs) -> tuple[None, Tensor | None]:
+    keys = ("start_positions", "end_positions")
+    return None, torch.stack([inputs[key] for key in keys], dim=1) if inputs.keys() >= set(keys) else None
+
+
+SPANS = Targets(
+    label_loss=_cross_entropy,
+    compare=_compare_logits,
+    num_classes=lambda config, batch: batch.input_ids.shape[1],
+    from_inputs=_ends_as_targets,
+    of_zeros=lambda zeros_BT: zeros_BT[:, :2],
+    is_per_token=True,
+)
+"""The positions of the first and the last token of a span in each sequence; the output is (B, 2, T)."""
+
+
+def _places_as_targets(inputs: Inputs) -> tuple[None, Tensor]:
+    # Every sentence counts. Labels (B,) are its place in a triple, for margins.
+    ids, places = inputs["input_ids"], inputs.get("labels")
+    return None, ids.new_zeros(len(ids)) if places is None else places
+
+
+EMBEDDINGS = Targets(
+    label_loss=None, compare=None, from_inputs=_places_as_targets, of_zeros=lambda zeros_BT: zeros_BT[:, 0]
+)
+"""The embedding that the teacher gives to each sequence; the output is (B, W)."""
+
+
+def _read_spans(outputs: Inputs, batch: Batch) -> Tensor | None:
+    if "start_logits" not in outputs:
+        return None
+    # Padding is no place for an answer: the distribution of a sequence must not depend on its batch.
+    spans_B2T = torch.stack([outputs["start_logits"], outputs["end_logits"]], dim=1)
+    return spans_B2T.masked_fill((batch.attention_mask == 0)[:, None], float("-inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What a model ends in."""
+
+    auto_class: str
+    """The class of transformers that loads a model with the head."""
+    decoder_class: str = "AutoModelForCausalLM"
+    """The class that loads a decoder with the head; by default a decoder always has its LM head."""
+    endings: tuple[str, ...] = ()
+    """How the names of the classes end that have the head, the usual one first; none if the name does not tell it."""
+    title: str = ""
+    """What messages call it, such as `classifier`."""
+    missing: str | None = None
+    """What the checkpoint must have if the weights of the head are missing; by default the title."""
+    pipeline_tag: str = "feature-extraction"
+    """The tag of such a model on the hub."""
+    has_tokens: bool = False
+    """Whether it predicts tokens of the vocabulary."""
+    targets: Callable[[PreTrainedConfig], Targets | None] | None = None
+    """What its output learns, by the model's config; None if it has no output beside that for tokens."""
+    output: Callable[[Inputs, Batch], Tensor | None] = lambda outputs, batch: outputs.get("logits")
+    """Finds this output among those of the model; None if they lack it."""
+    needs_padding_token: bool = False
+    """Whether a decoder reads its output at the last token before the padding."""
+
+    @property
+    def learns_labels(self) -> bool:
+        """Whether the head has weights that labels train."""
+        return bool(self.title)
+
+    @property
+    def with_head(self) -> str:
+        """How a message goes on that asks for a checkpoint with the head."""
+        return f" with {self.missing or f'a {self.title}'}" if self.title else ""
+
+
+HEADS: dict[HeadName, Head] = {
+    "pretraining": Head(
+        auto_class="AutoModelForPreTraining",
+        endings=("ForPreTraining",),
+        title="LM head and next-sentence head",
+        missing="its masked-word and next-sentence heads (data.text.next_sentence=false drops the latter)",
+        pipeline_tag="fill-mask",
+        has_tokens=True,
+        # Others of that name have only an LM head, or one of another kind (ELECTRA).
+        targets=lambda config: CLASSES if config.model_type == "bert" else None,
+        output=lambda outputs, batch: outputs.get("seq_relationship_logits"),
+    ),
+    "lm_head": Head(
+        auto_class="AutoModelForMaskedLM",
+        endings=("ForMaskedLM", "ForPreTraining"),
+        title="language-model head",
+        missing="its language-model head (terms on hidden states, matrices and relations need none: set the weights of "
+        "those on the output to 0)",
+        pipeline_tag="fill-mask",
+        has_tokens=True,
+    ),
+    "sequence": Head(
+        auto_class="AutoModelForSequenceClassification",
+        decoder_class="AutoModelForSequenceClassification",
+        endings=("ForSequenceClassification",),
+        title="classifier",
+        pipeline_tag="text-classification",
+        targets=lambda config: SCORES if config.num_labels == 1 else CLASSES,
+        needs_padding_token=True,
+    ),
+    "span": Head(
+        auto_class="AutoModelForQuestionAnswering",
+        decoder_class="AutoModelForQuestionAnswering",
+        endings=("ForQuestionAnswering",),
+        title="head for spans",
+        missing="a head for spans (start and end of an answer)",
+        pipeline_tag="question-answering",
+        targets=lambda config: SPANS,
+        output=_read_spans,
+    ),
+    # An encoder, with the Dense of sentence-transformers if it has one.
+    "embedding": Head(auto_class="AutoModel", targets=lambda config: EMBEDDINGS),
+    "none": Head(auto_class="AutoModel"),
+}
+"""The heads by name."""
+
+
+def find_head(model: PreTrainedModel) -> Head | None:
+    """Return the head of a model by the name of its class; None if that tells none."""
+    name = type(model).__name__
+    return next((head for head in HEADS.values() if head.endings and name.endswith(head.endings)), None)
