@@ -26,7 +26,7 @@ from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, has_family, is_causal, is_head
 from llmdistill.models.forms import saved_form
 from llmdistill.models.heads import HEADS, HeadName
-from llmdistill.models.sentences import load_dense
+from llmdistill.models.pooling import load_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.models.weight_files import check_hub_index, check_weight_files
 from llmdistill.progress import Activity

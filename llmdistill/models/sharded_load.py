@@ -25,7 +25,7 @@ from llmdistill.models.companions import download, take_generation_settings
 from llmdistill.models.families import is_head
 from llmdistill.models.heads import HeadName
 from llmdistill.models.load import build_meta, check_files, config_with_head, install_saved, load_model
-from llmdistill.models.sentences import load_dense
+from llmdistill.models.pooling import load_dense
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from llmdistill.data.prompts import record_prompt
 from llmdistill.errors import UserError
 from llmdistill.models.companions import save_model
 from llmdistill.models.forms import finish, learns_by_a_form
-from llmdistill.models.sentences import DENSE, dense_of, read_sentence_settings, save_dense, save_pooling
+from llmdistill.models.pooling import DENSE, dense_of, read_sentence_settings, save_dense, save_pooling
 from llmdistill.objective import Pooling
 from llmdistill.progress import Activity
 from llmdistill.runtime.devices import choose_dtype, default_device

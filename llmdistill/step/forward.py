@@ -18,7 +18,7 @@ from llmdistill.losses.terms import BoundTerms, Losses
 from llmdistill.models.families import family_of, has_family, has_plain_logits, has_segments, is_causal
 from llmdistill.models.general import layer_values
 from llmdistill.models.heads import find_head
-from llmdistill.models.sentences import SentencePooler
+from llmdistill.models.pooling import SentencePooler
 from llmdistill.objective import Pooling
 from llmdistill.step.learning import HeadLosses, LayerLosses, split_by_positions
 from llmdistill.step.lm_head import LMHead

@@ -11,7 +11,7 @@ from llmdistill.config.side_by_side import MtebConfig
 from llmdistill.messages import say
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
-from llmdistill.models.sentences import SentenceSettings, read_sentence_settings
+from llmdistill.models.pooling import SentenceSettings, read_sentence_settings
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Pooling
 from llmdistill.report.tables import TitledTable

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llmdistill.data.pairs import PairExample, encode_pairs
 from llmdistill.data.readers import first_line
 from llmdistill.errors import UserError, install_command
-from llmdistill.models.sentences import SentenceSettings
+from llmdistill.models.pooling import SentenceSettings
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.sentences import embeddings_of
 

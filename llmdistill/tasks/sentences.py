@@ -42,7 +42,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.models.families import is_causal
 from llmdistill.models.heads import EMBEDDINGS
-from llmdistill.models.sentences import SentenceSettings, dense_width, has_dense, read_sentence_settings
+from llmdistill.models.pooling import SentenceSettings, dense_width, has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import VALID, ScoredModel, ScoreTable

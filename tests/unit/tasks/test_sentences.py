@@ -26,7 +26,7 @@ from llmdistill.data.pairs import (
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS, build_method
 from llmdistill.models.heads import EMBEDDINGS
-from llmdistill.models.sentences import dense_of, save_dense
+from llmdistill.models.pooling import dense_of, save_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Pooling
 from llmdistill.step.tap_models import tap_teacher

@@ -10,7 +10,7 @@ from torch import nn
 
 from llmdistill.errors import UserError
 from llmdistill.models.load import load_model
-from llmdistill.models.sentences import dense_of, load_dense, pool_tokens, read_sentence_settings, save_dense
+from llmdistill.models.pooling import dense_of, load_dense, pool_tokens, read_sentence_settings, save_dense
 from llmdistill.objective import Pooling
 
 KINDS = ["Transformer", "Pooling", "Normalize"]
