@@ -40,7 +40,7 @@ from llmdistill.runtime.ds_config import SHIPPED, read_ds_config
 from llmdistill.runtime.engine import BatchSplit, student_ds_config
 from llmdistill.runtime.hosts import read_hosts
 from llmdistill.tasks import squad_files
-from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
+from llmdistill.tasks.glue import GLUE_TASKS, read_split
 from llmdistill.tasks.out_of_domain import read_set, table_rows
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.training.callbacks.best import read_best
@@ -141,7 +141,7 @@ def corpus(path: Path) -> None:
 def further(path: Path) -> None:
     labels = {"entailment": "1", "not_entailment": "0"}
     own = {"task": "rte", "data": str(path), "sentences": ["a", "b"], "label": "c", "labels": labels}
-    read_set("Own", own, GLUE_TASKS["RTE"])
+    read_set("Own", own, GLUE_TASKS["RTE"].classes, 2)
 
 
 def glue(path: Path) -> None:

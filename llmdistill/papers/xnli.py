@@ -13,8 +13,7 @@ from llmdistill.data.readers import Rows, read_benchmark_tsv
 from llmdistill.data.sources import benchmark_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder
-from llmdistill.tasks.glue import Glue
-from llmdistill.tasks.glue_files import GLUE_TASKS, PairSet
+from llmdistill.tasks.glue import GLUE_TASKS, Glue, PairSet
 from llmdistill.tasks.stored import TaskFiles
 
 NAME = "XNLI"

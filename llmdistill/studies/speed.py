@@ -23,7 +23,7 @@ from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.runtime.speed import Inputs, check_length, parameter_split, time_batches, timing
 from llmdistill.students.shapes import parse_shape, shape_config
 from llmdistill.studies.side_by_side import ComparedModels, ModelScores, ModelSuite
-from llmdistill.tasks.glue_files import GLUE_TASKS, read_split
+from llmdistill.tasks.glue import GLUE_TASKS, read_split
 
 
 def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:

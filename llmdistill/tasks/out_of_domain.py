@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from llmdistill.data.pairs import PairExample
 from llmdistill.data.readers import Rows, read_benchmark_tsv
 from llmdistill.data.sources import open_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import plain_name
-from llmdistill.tasks.glue_files import GLUE_TASKS, TABLES, GlueTask, PairSet
 
-KNOWN_SETS: Mapping[str, Mapping[str, Any]] = TABLES["out_of_domain"]
+KNOWN_SETS: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
 """The sets whose columns and labels are known, by name."""
 
 _KEY = "data.task.out_of_domain"
@@ -21,16 +24,12 @@ _FIELDS = ("task", "data", "sentences", "label", "labels")
 
 
 def sets_of(settings_by_name: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
-    """Return the settings of the sets that belong to a task of GLUE_TASKS, completed from KNOWN_SETS.
-
-    A task without classes has no such sets.
+    """Return the settings of the sets that belong to a task, completed from KNOWN_SETS.
 
     Raises:
         UserError: a setting is missing or unknown.
     """
     sets: dict[str, dict[str, Any]] = {}
-    if not GLUE_TASKS[task].classes:
-        return sets
     for name, settings in settings_by_name.items():
         unknown = [key for key in settings if key not in _FIELDS]
         if unknown:
@@ -47,23 +46,27 @@ def sets_of(settings_by_name: Mapping[str, Mapping[str, Any]], task: str) -> dic
     return sets
 
 
-def check_set(name: str, settings: Mapping[str, Any], task: GlueTask) -> None:
+def check_set(name: str, settings: Mapping[str, Any], classes: Sequence[str], num_sentences: int) -> None:
     """Check the settings of a set of `sets_of`, and that its file exists; nothing is read.
+
+    `classes` are the labels of the task, whose examples have `num_sentences` sentences.
 
     Raises:
         UserError: a map leaves out a class, or the file does not exist.
     """
-    _number_labels(name, settings, task)
+    _number_labels(name, settings, classes, num_sentences)
     table_rows(str(settings["data"]))
 
 
-def read_set(name: str, settings: Mapping[str, Any], task: GlueTask) -> PairSet:
-    """Read a set of `sets_of`.
+def read_set(
+    name: str, settings: Mapping[str, Any], classes: Sequence[str], num_sentences: int
+) -> tuple[list[PairExample], tuple[int, ...]]:
+    """Read a set of `sets_of`: its examples, and the label of the set that each class of the task stands for.
 
     Raises:
         UserError: a map leaves out a class, or the data are missing or malformed.
     """
-    spellings, class_labels = _number_labels(name, settings, task)
+    spellings, class_labels = _number_labels(name, settings, classes, num_sentences)
     columns = list(settings["sentences"])
     examples = []
     needed = [*columns, str(settings["label"])]
@@ -84,15 +87,17 @@ def read_set(name: str, settings: Mapping[str, Any], task: GlueTask) -> PairSet:
         examples.append(PairExample(texts[0], texts[1] if len(texts) > 1 else None, spellings[label], number))
     if not examples:
         raise UserError(f"{settings['data']}: holds no example; give at least one for {_KEY}.{name}")
-    return PairSet(examples, class_labels)
+    return examples, class_labels
 
 
-def _number_labels(name: str, settings: Mapping[str, Any], task: GlueTask) -> tuple[dict[str, int], tuple[int, ...]]:
+def _number_labels(
+    name: str, settings: Mapping[str, Any], classes: Sequence[str], num_sentences: int
+) -> tuple[dict[str, int], tuple[int, ...]]:
     """Return the number of each label of a set by its spelling, and the label that each class stands for."""
-    columns, label_map, classes = list(settings["sentences"]), settings["labels"], task.classes
-    if len(columns) != len(task.sentences):
+    columns, label_map = list(settings["sentences"]), settings["labels"]
+    if len(columns) != num_sentences:
         raise UserError(
-            f"{_KEY}.{name}.sentences is {columns}, but an example of {settings['task']} has {len(task.sentences)}: "
+            f"{_KEY}.{name}.sentences is {columns}, but an example of {settings['task']} has {num_sentences}: "
             "name as many"
         )
     if not isinstance(label_map, Mapping) or set(map(str, label_map)) != set(classes):

@@ -26,7 +26,7 @@ from llmdistill.models.forms import FORMS, chosen_forms
 from llmdistill.models.load import load_model
 from llmdistill.step.taps import Recorder
 from llmdistill.tasks import TASKS
-from llmdistill.tasks.glue_files import GLUE_TASKS
+from llmdistill.tasks.glue import GLUE_TASKS
 from llmdistill.training.plan import make_plan
 from llmdistill.training.sources import TEACHERS, source_of
 

@@ -15,9 +15,9 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.config.tasks import GridConfig, ProtocolName
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
+from llmdistill.papers.fine_tuning.averages import CONVENTIONS, Convention
 from llmdistill.tasks import task_key
-from llmdistill.tasks.classification import CONVENTIONS, Convention
-from llmdistill.tasks.glue_files import GLUE_TASKS, column_of
+from llmdistill.tasks.glue import GLUE_TASKS, column_of
 
 BEST = "best"
 """The folder of a task's best model, inside the task's folder."""

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmdistill.papers.fine_tuning.averages import CONVENTIONS, SQUAD2, Convention, average_of
 from llmdistill.report.study_report import StudyReport
 from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds, spread
 from llmdistill.report.trials import ModelEntry, entry_of
 from llmdistill.studies.trials import Choice, Result, by_settings
 from llmdistill.tasks.benchmark import Benchmark
-from llmdistill.tasks.classification import CONVENTIONS, SQUAD2, Convention, average_of
-from llmdistill.tasks.glue_files import GLUE
+from llmdistill.tasks.glue import GLUE
 
 NAMES: dict[Convention, str] = {
     "makd": "MaKD's",

@@ -33,7 +33,7 @@ from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_trans
 from llmdistill.studies.launcher import InProcess, Launcher
 from llmdistill.studies.trials import Trial
 from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
-from llmdistill.tasks.glue_files import GLUE
+from llmdistill.tasks.glue import GLUE
 from llmdistill.training.job import run_config
 
 

@@ -15,7 +15,7 @@ from llmdistill.papers import phrases
 from llmdistill.report.paper import load_table, table_names
 from llmdistill.studies.variants import load_suite
 from llmdistill.tasks import task_key
-from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS, column_of
+from llmdistill.tasks.glue import GLUE, GLUE_TASKS, column_of
 from llmdistill.tasks.out_of_domain import KNOWN_SETS
 from llmdistill.tasks.squad_metrics import LANGUAGES
 

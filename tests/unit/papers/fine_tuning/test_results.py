@@ -1,9 +1,9 @@
 import pytest
 
 from llmdistill.data.pairs import PairExample
+from llmdistill.papers.fine_tuning.averages import CONVENTIONS
 from llmdistill.papers.fine_tuning.results import averages, results_table
-from llmdistill.tasks.classification import CONVENTIONS, chance_score
-from llmdistill.tasks.glue_files import GLUE, GLUE_TASKS
+from llmdistill.tasks.glue import GLUE, GLUE_TASKS, chance_score
 
 
 def task(name, score, *, teacher=None):

@@ -12,7 +12,7 @@ from llmdistill.data.pairs import encode_pairs
 from llmdistill.models.load import load_model
 from llmdistill.papers.fine_tuning import tsne
 from llmdistill.papers.fine_tuning.protocols import short_names
-from llmdistill.tasks.glue_files import read_split
+from llmdistill.tasks.glue import read_split
 
 
 def features_of(path, data, layer, aspect="hidden"):

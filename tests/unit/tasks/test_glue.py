@@ -5,7 +5,7 @@ import pytest
 from hostile import refuses
 
 from llmdistill.data.pairs import PairExample
-from llmdistill.tasks.glue_files import read_split
+from llmdistill.tasks.glue import read_split
 
 MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
 NLI = "index sentence1 sentence2"
