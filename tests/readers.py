@@ -39,7 +39,7 @@ from llmdistill.runtime.ds_check import check_ds_config
 from llmdistill.runtime.ds_config import SHIPPED, read_ds_config
 from llmdistill.runtime.engine import BatchSplit, student_ds_config
 from llmdistill.runtime.hosts import read_hosts
-from llmdistill.tasks import squad_files
+from llmdistill.tasks import squad
 from llmdistill.tasks.glue import GLUE_TASKS, read_split
 from llmdistill.tasks.out_of_domain import read_set, table_rows
 from llmdistill.teachers.cache_folder import CacheFolder
@@ -151,7 +151,7 @@ def glue(path: Path) -> None:
 
 
 def asked(path: Path) -> None:
-    squad_files._checked(squad_files._file_rows(path), str(path), "squad1")
+    squad._checked(squad._file_rows(path), str(path), "squad1")
 
 
 def several(key: str) -> Callable[[Path], Any]:
@@ -246,7 +246,7 @@ READERS: dict[str, Reader] = {
     "ds_config": one("ds.json", (SHIPPED / "zero2_offload.json").read_bytes(), read_ds),
     "summaries": Reader({"train.jsonl": PAIRS, "dev.jsonl": PAIRS}, several("summarization")),
     "XNLI": Reader(XNLI_FILES, lambda path: read_xnli(TaskConfig(dir=str(path.parent)))),
-    "MLQA": Reader(MLQA_FILES, lambda path: squad_files.read_files("mlqa", TaskConfig(dir=str(path.parent)))),
+    "MLQA": Reader(MLQA_FILES, lambda path: squad.read_questions("mlqa", TaskConfig(dir=str(path.parent)))),
     # What a run leaves, and a model's folder.
     "run": one("run.json", RUN, lambda path: read_record(path, remedy="choose another folder")),
     "best": one("best.json", BEST, lambda path: read_best(path.parent)),

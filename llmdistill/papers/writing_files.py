@@ -13,7 +13,7 @@ from llmdistill.data.readers import READERS
 from llmdistill.data.sources import open_rows
 from llmdistill.data.targets import TargetExample
 from llmdistill.errors import UserError
-from llmdistill.tasks import squad_files, task_folder
+from llmdistill.tasks import squad, task_folder
 from llmdistill.tasks.stored import TaskFiles
 from llmdistill.tasks.text_metrics import TextMetric
 
@@ -100,7 +100,7 @@ def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> 
     """
     train: list[TargetExample]
     if _is_squad(settings.dir, key):
-        files = squad_files.read_files(_SQUAD, settings, only_scores=only_scores)
+        files = squad.read_questions(_SQUAD, settings, only_scores=only_scores)
         train, skipped = [_of_question(question) for question in files.train], files.skipped
         sets = {"dev": TextSet.of(_of_question(question) for question in files.sets["dev"].questions)}
     else:
@@ -117,7 +117,7 @@ def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> 
 def task_paths(folder: str, key: str, *, setting: str) -> list[Path]:
     """Return the files of a task in a folder; raise UserError if there is none of the train or dev split."""
     if _is_squad(folder, key):
-        return squad_files.task_paths(folder, _SQUAD)
+        return squad.task_paths(folder, _SQUAD)
     paths = {split: _file(folder, key, split) for split in _NAMES}
     missing = next((split for split in paths if split != "test" and paths[split] is None), None)
     if missing is not None:

@@ -11,7 +11,7 @@ from embedded_world.world import NAMES, SEEN_NAMES, WORLD, facts, withheld
 from llmdistill.config.data import TaskConfig
 from llmdistill.embedded import SPLITS, locate
 from llmdistill.errors import UserError
-from llmdistill.tasks.squad_files import read_files
+from llmdistill.tasks.squad import read_questions
 
 
 @cache
@@ -93,7 +93,7 @@ def test_the_answer_is_the_fact_and_no_answer_is_no_sentence(task, split):
 
 def test_the_files_are_read_as_official_ones(tmp_path):
     write_questions(tmp_path)
-    one, two = (read_files(task, TaskConfig(name=task, dir=str(tmp_path))) for task in ("squad1", "squad2"))
+    one, two = (read_questions(task, TaskConfig(name=task, dir=str(tmp_path))) for task in ("squad1", "squad2"))
     assert len(one.train) == len(two.train) == SIZES["train"]
     assert one.skipped == two.skipped == []
     unanswered = sum(not each.answers for each in two.train) / len(two.train)

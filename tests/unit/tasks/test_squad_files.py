@@ -7,7 +7,7 @@ from question_files import rows, write_file, write_tasks
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
 from llmdistill.data.questions import Answer
 from llmdistill.tasks import make_task
-from llmdistill.tasks.squad_files import read_files
+from llmdistill.tasks.squad import read_questions
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def settings(folder, **more) -> TaskConfig:
 
 @pytest.mark.parametrize("key", ["squad1", "squad2"])
 def test_the_official_files_are_read(folder, key):
-    files = read_files(key, settings(folder))
+    files = read_questions(key, settings(folder))
     raw = rows(12, seed=0, unanswerable=key == "squad2")
     assert [question.id for question in files.train] == [row["id"] for row in raw]
     assert [question.context for question in files.train] == [row["context"] for row in raw]
@@ -29,26 +29,26 @@ def test_the_official_files_are_read(folder, key):
     assert [question.answers for question in files.train] == right
     assert len(files.sets["dev"].questions) == 6
     assert not files.skipped
-    assert read_files(key, settings(folder / key)) == files, "the folder of the task itself"
-    limited = read_files(key, settings(folder, limit=3))
+    assert read_questions(key, settings(folder / key)) == files, "the folder of the task itself"
+    limited = read_questions(key, settings(folder, limit=3))
     assert [question.id for question in limited.train] == ["q0", "q1", "q2"]
     assert limited.digest != files.digest
 
 
 def test_the_real_files(real_data):
-    files = read_files("squad2", settings(real_data))
+    files = read_questions("squad2", settings(real_data))
     dev = files.sets["dev"].questions
     assert (len(files.train) + len(files.skipped), len(dev)) == (4205, 1200)
     assert sum(not question.answers for question in dev) == 595
 
 
 def test_mlqa_learns_english_and_is_scored_by_language(folder):
-    files = read_files("mlqa", settings(folder))
+    files = read_questions("mlqa", settings(folder))
     assert list(files.sets) == ["dev", "MLQA-en", "MLQA-de", "MLQA-zh"]
     assert [each.language for each in files.sets.values()] == ["en", "en", "de", "zh"]
     assert [each.is_averaged for each in files.sets.values()] == [False, True, True, True]
-    assert files.train == read_files("squad1", settings(folder)).train
-    chosen = read_files("mlqa", settings(folder, languages=["zh", "en"]), only_scores=True)
+    assert files.train == read_questions("squad1", settings(folder)).train
+    chosen = read_questions("mlqa", settings(folder, languages=["zh", "en"]), only_scores=True)
     assert list(chosen.sets) == ["dev", "MLQA-zh", "MLQA-en"]
 
 
@@ -69,7 +69,7 @@ def test_a_dev_file_that_cannot_be_read(tmp_path):
         (official({**RIGHT, "answers": []}), "question a has no answer, but every question of SQuAD1 has one"),
     ):
         path.write_text(json.dumps(file))
-        refuses(f"{path}: {said}", read_files, "squad1", settings(tmp_path))
+        refuses(f"{path}: {said}", read_questions, "squad1", settings(tmp_path))
 
 
 def test_files_and_languages_that_are_not_there(folder, tmp_path):
@@ -81,8 +81,8 @@ def test_files_and_languages_that_are_not_there(folder, tmp_path):
     write_tasks(tmp_path, train=4, dev=4)
     write_file(tmp_path / "squad2/train-old.json", rows(4, seed=0, unanswerable=True))
     refuses("found train-old.json, train-v2.0.json; leave one there", task, "squad2", tmp_path)
-    refuses("json), only for en, de, zh", read_files, "mlqa", settings(tmp_path, languages=["en", "hi"]))
-    refuses("SQuAD1 is English: leave it out", read_files, "squad1", settings(folder, languages=["en"]))
+    refuses("json), only for en, de, zh", read_questions, "mlqa", settings(tmp_path, languages=["en", "hi"]))
+    refuses("SQuAD1 is English: leave it out", read_questions, "squad1", settings(folder, languages=["en"]))
 
 
 def test_a_training_set_without_a_located_answer(tmp_path):
@@ -91,9 +91,9 @@ def test_a_training_set_without_a_located_answer(tmp_path):
         row["answers"][0]["text"] = "elsewhere"
     for name in ("train", "dev"):
         write_file(tmp_path / f"{name}.json", broken)
-    refuses("no training question has its answer in its context", read_files, "squad1", settings(tmp_path))
+    refuses("no training question has its answer in its context", read_questions, "squad1", settings(tmp_path))
     write_file(tmp_path / "train.json", [*broken, {**right[0], "id": "right"}])
-    files = read_files("squad1", settings(tmp_path))
+    files = read_questions("squad1", settings(tmp_path))
     assert files.skipped == ["q0", "q1", "q2"]
     assert [question.id for question in files.train] == ["right"]
     assert len(files.sets["dev"].questions) == 3, "the official script scores them all the same"

@@ -14,7 +14,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models
-from llmdistill.tasks.squad_files import from_json
+from llmdistill.tasks.squad import from_json
 
 from support import write_rows
 
