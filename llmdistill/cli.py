@@ -193,9 +193,9 @@ def evaluate(arguments: Sequence[str]) -> None:
     parser.add_argument("--suite", nargs="?")
     flags, rest = parser.parse_known_args(words)
     if flags.suite == "glue":
-        from llmdistill.commands.fine_tuning import evaluate as evaluate_fine_tuned
+        from llmdistill.commands.fine_tuning import fine_tune
 
-        return evaluate_fine_tuned(
+        return fine_tune(
             rest,
             prog="llmdistill evaluate --suite glue",
             launcher_flags=launcher,
@@ -206,14 +206,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     if flags.suite in side_by_side.SUITES:
         if launcher:
             raise UserError(f"{launcher[0]}: --suite {flags.suite} runs in one process; leave it out")
-        return side_by_side.evaluate(flags.suite, rest, prog=f"llmdistill evaluate --suite {flags.suite}")
+        return side_by_side.compare_models(flags.suite, rest, prog=f"llmdistill evaluate --suite {flags.suite}")
     if flags.suite is not None:  # a mistyped suite is not to be answered with what a set needs
         suite_sets(flags.suite, None, others=["glue", *side_by_side.SUITES])
     if launcher:
         launch(launcher, "llmdistill.cli", "evaluate", *words)
-    from llmdistill.commands.evaluate import evaluate as evaluate_answers
+    from llmdistill.commands.evaluate import score_answers
 
-    evaluate_answers(words, prog="llmdistill evaluate")
+    score_answers(words, prog="llmdistill evaluate")
 
 
 def _of_module(name: str, in_ranks: bool = False) -> Callable[[Sequence[str]], None]:

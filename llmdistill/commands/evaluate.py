@@ -56,10 +56,10 @@ def build_parser(prog: str) -> ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> int:
     """Run the command and return its exit code. Bad input gives exit code 2 and a one-sentence message on stderr."""
-    return exit_code(lambda: evaluate(sys.argv[1:] if arguments is None else arguments, prog=prog))
+    return exit_code(lambda: score_answers(sys.argv[1:] if arguments is None else arguments, prog=prog))
 
 
-def evaluate(arguments: Sequence[str], *, prog: str) -> None:
+def score_answers(arguments: Sequence[str], *, prog: str) -> None:
     """Score a model according to the arguments, on every rank of the launcher, and print the result."""
     parsed = parse(build_parser(prog), arguments)
     quiet_transformers()
@@ -67,7 +67,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     from llmdistill.data.instruct import Limits
     from llmdistill.runtime.devices import TORCH_DTYPES, choose_dtype
     from llmdistill.runtime.distributed import process_group
-    from llmdistill.tasks.instruction_scores import evaluate_model
+    from llmdistill.tasks.instruction_scores import score_model
 
     settings = build(parsed, GenerationConfig, prefix="--")
     data = chosen_sets(parsed)
@@ -80,7 +80,7 @@ def evaluate(arguments: Sequence[str], *, prog: str) -> None:
     check_writable(output, "--output")
     # One rank needs no process group; only a launcher with several ranks starts one.
     with process_group(needed=False) as world:
-        result = evaluate_model(
+        result = score_model(
             parsed.model,
             data,
             settings,
@@ -126,7 +126,7 @@ def default_output(model: str, decoding: str) -> Path:
 
 
 def print_scores(result: dict[str, Any]) -> None:
-    """Print the scores of evaluate_model, one row per set."""
+    """Print the scores of score_model, one row per set."""
     from llmdistill.report.tables import print_table
     from llmdistill.tasks.perplexity import show_perplexity
     from llmdistill.tasks.words import describe_words

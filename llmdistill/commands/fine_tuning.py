@@ -17,10 +17,10 @@ from llmdistill.runtime.terminal import exit_code
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> int:
     """Run the command and return its exit code. Bad input gives exit code 2 and a one-sentence message on stderr."""
-    return exit_code(lambda: evaluate(sys.argv[1:] if arguments is None else arguments, prog=prog))
+    return exit_code(lambda: fine_tune(sys.argv[1:] if arguments is None else arguments, prog=prog))
 
 
-def evaluate(
+def fine_tune(
     arguments: Sequence[str],
     *,
     prog: str,

@@ -76,10 +76,10 @@ SUITES = {
 
 def main(suite: str, arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> int:
     """Run the command and return its exit code. Bad input gives exit code 2 and a one-sentence message on stderr."""
-    return exit_code(lambda: evaluate(suite, sys.argv[1:] if arguments is None else arguments, prog=prog))
+    return exit_code(lambda: compare_models(suite, sys.argv[1:] if arguments is None else arguments, prog=prog))
 
 
-def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
+def compare_models(suite: str, arguments: Sequence[str], *, prog: str) -> None:
     """Run the models according to the arguments and print the result."""
     entry = SUITES[suite]
     parser = ArgumentParser(prog=prog, exit_on_error=False, description=entry.description)
@@ -93,7 +93,7 @@ def evaluate(suite: str, arguments: Sequence[str], *, prog: str) -> None:
     runner = import_module(f"llmdistill.{entry.module}").SUITE
     # With --json, stdout contains only the result.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
-        report = runner.evaluate(config, command=f"{prog} {shlex.join(arguments)}")
+        report = runner.score_models(config, command=f"{prog} {shlex.join(arguments)}")
     if parsed.json:
         print_result({**report.results, "folder": str(report.folder)})
     else:

@@ -177,7 +177,7 @@ class TableStudy(Study):
         named, file = [f"{key}={self.model(key)}" for key in keys], str(_chunk_file(self.tasks.data_dir))
         seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
         config = ChunksConfig(model=named, data=file, output_dir=str(folder), dtype=run.train.dtype, **seeds)
-        results = phrases.SUITE.evaluate(config, command=self.command).results
+        results = phrases.SUITE.score_models(config, command=self.command).results
         measured = {}
         for key in keys:
             entry = results["models"][key]

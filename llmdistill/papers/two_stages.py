@@ -22,7 +22,7 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
 from llmdistill.papers.fine_tuning.protocols import BEST, teacher_of
 from llmdistill.papers.fine_tuning.results import dev_columns, shown_metrics, tuned_entries
-from llmdistill.papers.fine_tuning.run import FineTuning, check_drawable, check_layer, evaluate
+from llmdistill.papers.fine_tuning.run import FineTuning, check_drawable, check_layer, fine_tune
 from llmdistill.papers.fine_tuning.task_study import TaskStudy
 from llmdistill.report.study_report import StudyReport
 from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds
@@ -102,7 +102,7 @@ class TasksPlan(Study):
         world = World.current()
         gc.collect()  # the engine of the first stage has reference cycles
         prefix, results = self.last.config.tasks.prefix, {}
-        runner = InProcess(lambda config: evaluate(config, command=world.command, prefix=prefix))
+        runner = InProcess(lambda config: fine_tune(config, command=world.command, prefix=prefix))
         for row, config in self.configs.items():  # one after the other, because the first may be the others' teacher
             print_main(f"\nTasks       {ROWS[row]['title']}")
             trial = FineTuning(ROWS[row]["title"], {}, self.last.config.seed, config)

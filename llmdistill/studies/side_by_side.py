@@ -219,7 +219,7 @@ class ModelSuite:
     template: str = "side_by_side"
     closing: str = "The scores of each model are in a folder of its name, and all of them in results.json."
 
-    def evaluate(self, config: SideBySideConfig, *, command: str) -> StudyReport:
+    def score_models(self, config: SideBySideConfig, *, command: str) -> StudyReport:
         """Score the models, write drawings, results.json and report.md, and return the report."""
         world = World.alone()
         models = ComparedModels(

@@ -147,7 +147,7 @@ def _write_predictions(path: Path, examples: Sequence[Example], passes: Mapping[
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def evaluate_model(
+def score_model(
     model_path: str,
     data: Mapping[str, str | WholeText],
     settings: GenerationConfig,

@@ -56,11 +56,11 @@ def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags
                 )
             world, launcher = World.alone(), Launcher(tuple(launcher_flags), config.trials_at_once)
             launcher.check()
-            results = evaluate(config, command=command, launcher=launcher)
+            results = fine_tune(config, command=command, launcher=launcher)
         else:
             with process_group() as world:
                 quiet_libraries()
-                results = evaluate(config, command=command)
+                results = fine_tune(config, command=command)
     if not world.is_main:
         return
     if as_json:
@@ -69,7 +69,7 @@ def run(config: FineTuningConfig, *, command: str, as_json: bool, launcher_flags
         fine_tuning_report(output_dir(config), results).print()
 
 
-def evaluate(
+def fine_tune(
     config: FineTuningConfig, *, command: str, prefix: str = "--", launcher: Launcher | None = None
 ) -> dict[str, Any]:
     """Check, fine-tune, choose, measure and write the report in an existing process group; every rank must call it.

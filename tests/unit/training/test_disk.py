@@ -71,7 +71,7 @@ def test_a_run_without_room_is_refused_with_its_parts_before_it_scores(tmp_path:
 
 def test_a_place_where_no_folder_can_be_made_is_met_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("llmdistill.runtime.distributed.process_group", lambda *_, **__: pytest.fail("the ranks join"))
-    monkeypatch.setattr(instruction_scores, "evaluate_model", lambda *_, **__: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(instruction_scores, "score_model", lambda *_, **__: pytest.fail("the model is loaded"))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     model = ["--model", "embedded:teacher"]
     weighting = ["--student.factorize.weighting", "gradients", "--student.factorize.calibration.folder"]
