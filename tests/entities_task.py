@@ -2,17 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
 from llmdistill.batch import IGNORE_INDEX, Batch, LossSum
-from llmdistill.data.collate import padded, padding_mask
+from llmdistill.data.collate import pad_rows, padding_mask
 from llmdistill.data.sampler import TrainLoader
 from llmdistill.models.heads import HEADS, Head
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Targets
-from llmdistill.tasks.base import ScoreTable, Task
+from llmdistill.tasks.base import ScoreTable, Task, TaskData
 from llmdistill.tasks.forward import scoring_forward, values_of
 
 NAMES = ("nothing", "person", "place")
@@ -64,14 +65,10 @@ def sentences(count: int) -> list[list[str]]:
 
 
 class Entities(Task):
-    """Whose tag is the kind of its word."""
+    """The tag of a word is its kind."""
 
     head = "tags"
     num_outputs = len(NAMES)
-
-    @property
-    def sets(self):
-        return {"test": {"version": 1}}
 
     def objective(self, teacher, *, uses_output):
         return Objective(tokens=False, targets=TAGS)
@@ -82,12 +79,23 @@ class Entities(Task):
         for words in sentences(20):
             tags = [NAMES.index(word.rstrip("0123456789")) for word in words]
             items.append(Tagged(tokenizer(" ".join(words))["input_ids"], [IGNORE_INDEX, *tags, IGNORE_INDEX]))
-        return self.having(tokenizer=tokenizer, items=items, report=f"{len(items)} sentences")
+        return EntityData(tokenizer, items, f"{len(items)} sentences")
+
+
+@dataclass(frozen=True)
+class EntityData(TaskData):
+    tokenizer: Any
+    items: list[Tagged]
+    report: str
+
+    @property
+    def sets(self):
+        return {"test": {"version": 1}}
 
     def collate(self, items: Sequence[Tagged]) -> Batch:
         rows = [item.input_ids for item in items]
-        labels = padded([item.tags for item in items], IGNORE_INDEX)
-        return Batch(padded(rows, self.tokenizer.pad_token_id), padding_mask(rows), labels)
+        labels = pad_rows([item.tags for item in items], IGNORE_INDEX)
+        return Batch(pad_rows(rows, self.tokenizer.pad_token_id), padding_mask(rows), labels)
 
     def loader(self, share):
         return TrainLoader(self.items, share, self.collate)
@@ -97,7 +105,7 @@ class Entities(Task):
 
     def score_set(self, name, scored):
         def count_right(logits_BTC: Tensor, indices: Sequence[int]) -> list[int]:
-            labels = padded([self.items[index].tags for index in indices], IGNORE_INDEX)
+            labels = pad_rows([self.items[index].tags for index in indices], IGNORE_INDEX)
             return (logits_BTC.argmax(-1).cpu() == labels).sum(1).tolist()
 
         with scoring_forward(scored.model) as forward:

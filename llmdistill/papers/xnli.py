@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,7 +14,7 @@ from llmdistill.data.readers import Rows, read_benchmark_tsv
 from llmdistill.data.sources import benchmark_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import task_folder
-from llmdistill.tasks.glue import GLUE_TASKS, Glue, PairSet
+from llmdistill.tasks.glue import GLUE_TASKS, Glue, GlueData, PairSet
 from llmdistill.tasks.stored import TaskFiles
 
 NAME = "XNLI"
@@ -27,22 +28,13 @@ _COLUMNS = (("sentence1", "sentence2", "gold_label"), ("premise", "hypo", "label
 """The columns of XNLI and MNLI, and of XNLI's own copy of the training set."""
 
 
-class Xnli(Glue):
-    """XNLI; settings are chosen on the joint dev set of all languages (Conneau et al. 2020)."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class XnliData(GlueData):
+    """The pairs of XNLI, and the scores of models by language."""
 
-    hub = _HUB
+    task: Xnli
     main_column = NAME
     """The mean over the languages."""
-
-    @classmethod
-    def files_in(cls, folder: str, key: str, *, setting: str) -> list[Path]:
-        return [_train_file(folder), *(_split_file(folder, split) for split in _SPLITS)]
-
-    def read_files(self) -> TaskFiles[PairExample, PairSet]:
-        return read_xnli(self.config.data.task, only_scores=self.only_scores)
-
-    def decides(self) -> dict[str, Any]:
-        return {**super().decides(), "languages": self.config.data.task.languages}
 
     def column(self, name: str) -> str:
         return f"{NAME} {name}" if name == "dev" else name
@@ -59,6 +51,23 @@ class Xnli(Glue):
             f"Accuracy x 100 on the joint dev set, by which settings are chosen, and on the test sets of {languages}; "
             f"{NAME} is the mean of the test sets. {self.sizes['train']:,} English training examples."
         )
+
+
+class Xnli(Glue):
+    """XNLI; settings are chosen on the joint dev set of all languages (Conneau et al. 2020)."""
+
+    data_class = XnliData
+    hub = _HUB
+
+    @classmethod
+    def files_in(cls, folder: str, key: str, *, setting: str) -> list[Path]:
+        return [_train_file(folder), *(_split_file(folder, split) for split in _SPLITS)]
+
+    def read_files(self) -> TaskFiles[PairExample, PairSet]:
+        return read_xnli(self.config.data.task, only_scores=self.only_scores)
+
+    def decides(self) -> dict[str, Any]:
+        return {**super().decides(), "languages": self.config.data.task.languages}
 
 
 def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[PairExample, PairSet]:

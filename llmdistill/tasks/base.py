@@ -5,7 +5,6 @@ Plan, trainer and reports call this interface and do not name any task.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +66,7 @@ class ScoreTable:
 
 
 class TaskData(ABC):
-    """The examples of a task, read and checked: what `Task.read` returns."""
+    """The examples of a task, read and checked: what `Task.read` returns. It makes batches, and scores models."""
 
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer of the student."""
@@ -158,11 +157,8 @@ class TaskData(ABC):
         return None
 
 
-class Task(TaskData):
-    """The task of a run. It is created from the configuration only; `read` reads the examples.
-
-    The methods of TaskData are for what `read` returns, which is the task itself with its examples (`having`).
-    """
+class Task(ABC):
+    """The task of a run, from the configuration alone: what it learns, which models it needs; `read` reads its data."""
 
     head: ClassVar[HeadName | None] = None
     """The head that the models need for the task; None if the terms of the loss determine the head."""
@@ -189,13 +185,6 @@ class Task(TaskData):
         self.config = config
         self.trains = trains
         self.teacher_writes = teacher_writes
-
-    def having(self, **attributes: Any) -> Any:
-        """Return a copy of the task with other attributes, such as its examples."""
-        # A shallow copy: the examples, which are mapped files, are shared.
-        task = copy.copy(self)
-        vars(task).update(attributes)
-        return task
 
     @property
     def hub(self) -> str | None:

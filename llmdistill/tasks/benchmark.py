@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -21,20 +22,105 @@ from llmdistill.models.heads import HEADS, HeadName
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_class, task_key
 from llmdistill.tasks.base import ScoredModel, ScoreTable
-from llmdistill.tasks.stored import StoredTask
+from llmdistill.tasks.stored import StoredData, StoredTask
 from llmdistill.tasks.text_metrics import NAMES
 
 
-class Benchmark(StoredTask):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BenchmarkData(StoredData):
+    """The examples of a benchmark, the scores of models on them, and their table."""
+
+    task: Benchmark
+    table_title: ClassVar[str] = "Dev sets x 100"
+    decimals: ClassVar[int] = 1
+    """The decimals of the scores in `table`."""
+
+    @property
+    def main_column(self) -> str:
+        """The column that stands for the task in an average over tasks."""
+        return self.column("dev")
+
+    @abstractmethod
+    def column(self, name: str) -> str:
+        """Return the column of one of `sets` in tables."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """The first metric of the best constant answer to the dev split, from 0 to 100."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The number of examples of each split, `train` first."""
+        return {"train": len(self.train), **{name: len(self.encoded[name]) for name in self.sets}}
+
+    @property
+    def submissions(self) -> Mapping[str, str]:
+        """The name of the file for a benchmark's server by test split; empty without such a split."""
+        return {}
+
+    def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
+        """Write the file of one of `submissions`; every rank must call this method."""
+        raise AssertionError(f"{type(self).__name__} has no test split")
+
+    def validation(self, share: Share) -> list[Batch]:
+        """See Task: no batches, because dev is scored by the metrics of the task."""
+        return []
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        """See Task. The steps of each epoch are rounded up, as in the papers."""
+        return epochs * -(-len(self.train) // global_batch_size)
+
+    def loader(self, share: Share) -> Loader:
+        return TrainLoader(self.train, share, self.collate)
+
+    def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
+        """Return the metrics that `summary` shows of the score of a set."""
+        return dict(score["metrics"])
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See Task.
+
+        Returns:
+            ``{"dev": {COLUMN: {METRIC: value}}, "score": the metric on dev that chooses settings, "chance": that of the
+            best constant answer}``.
+        """
+        columns = {self.column(name): self.metrics_of(scores[name]) for name in self.sets}
+        return {"dev": columns, "score": columns[self.column("dev")][self.task.metrics[0]], "chance": self.chance}
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        shown = "  ".join(
+            f"{column} {NAMES.get(metric, metric)} {value:.2f}"
+            for column, metrics in summary["dev"].items()
+            for metric, value in metrics.items()
+        )
+        return f"Dev scores of the {model}: {shown}"
+
+    @abstractmethod
+    def legend(self) -> str:
+        """Return what the columns of `table` are."""
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        dev = next(iter(results.values()))["dev"] if results else {}
+        columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
+        return ScoreTable(
+            title=self.table_title,
+            columns=[f"{column} {NAMES.get(metric, metric)}" for column, metric in columns],
+            rows={
+                name: [f"{result['dev'][column][metric]:.{self.decimals}f}" for column, metric in columns]
+                for name, result in results.items()
+            },
+            legend=self.legend(),
+        )
+
+
+class Benchmark(StoredTask[BenchmarkData]):
     """A task with labels, a dev split and metrics, on which a model with a new head is fine-tuned."""
 
     scored = ("teacher", "student")
     head: ClassVar[HeadName]
     usual_length: ClassVar[int]
     """The usual maximum number of tokens of an example."""
-    table_title: ClassVar[str] = "Dev sets x 100"
-    decimals: ClassVar[int] = 1
-    """The decimals of the scores in `table`."""
     has_classes: ClassVar[bool] = True
     """Whether the targets are classes or scores of whole examples, which a figure may color."""
 
@@ -121,84 +207,6 @@ class Benchmark(StoredTask):
     def shown(self) -> Sequence[str]:
         """The metrics of each column that the table of a study shows."""
         return self.metrics[:1]
-
-    @property
-    def main_column(self) -> str:
-        """The column that stands for the task in an average over tasks."""
-        return self.column("dev")
-
-    @abstractmethod
-    def column(self, name: str) -> str:
-        """Return the column of one of `sets` in tables."""
-
-    @property
-    @abstractmethod
-    def chance(self) -> float:
-        """The first metric of the best constant answer to the dev split, from 0 to 100."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """The number of examples of each split, `train` first."""
-        return {"train": len(self.train), **{name: len(self.encoded[name]) for name in self.sets}}
-
-    @property
-    def submissions(self) -> Mapping[str, str]:
-        """The name of the file for a benchmark's server by test split; empty without such a split."""
-        return {}
-
-    def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
-        """Write the file of one of `submissions`; every rank must call this method."""
-        raise AssertionError(f"{type(self).__name__} has no test split")
-
-    def validation(self, share: Share) -> list[Batch]:
-        """See Task: no batches, because dev is scored by the metrics of the task."""
-        return []
-
-    def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        """See Task. The steps of each epoch are rounded up, as in the papers."""
-        return epochs * -(-len(self.train) // global_batch_size)
-
-    def loader(self, share: Share) -> Loader:
-        return TrainLoader(self.train, share, self.collate)
-
-    def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics that `summary` shows of the score of a set."""
-        return dict(score["metrics"])
-
-    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """See Task.
-
-        Returns:
-            ``{"dev": {COLUMN: {METRIC: value}}, "score": the metric on dev that chooses settings, "chance": that of the
-            best constant answer}``.
-        """
-        columns = {self.column(name): self.metrics_of(scores[name]) for name in self.sets}
-        return {"dev": columns, "score": columns[self.column("dev")][self.metrics[0]], "chance": self.chance}
-
-    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        shown = "  ".join(
-            f"{column} {NAMES.get(metric, metric)} {value:.2f}"
-            for column, metrics in summary["dev"].items()
-            for metric, value in metrics.items()
-        )
-        return f"Dev scores of the {model}: {shown}"
-
-    @abstractmethod
-    def legend(self) -> str:
-        """Return what the columns of `table` are."""
-
-    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        dev = next(iter(results.values()))["dev"] if results else {}
-        columns = [(column, metric) for column, metrics in dev.items() for metric in metrics]
-        return ScoreTable(
-            title=self.table_title,
-            columns=[f"{column} {NAMES.get(metric, metric)}" for column, metric in columns],
-            rows={
-                name: [f"{result['dev'][column][metric]:.{self.decimals}f}" for column, metric in columns]
-                for name, result in results.items()
-            },
-            legend=self.legend(),
-        )
 
 
 def find_benchmarks(names: Iterable[str], *, setting: str) -> list[str]:

@@ -27,7 +27,7 @@ from llmdistill.models.heads import CLASSES, SCORES
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoredModel
-from llmdistill.tasks.benchmark import Benchmark
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
 from llmdistill.tasks.classification import Metric, compute_metric, targets_of
 from llmdistill.tasks.forward import scoring_forward, values_of
 from llmdistill.tasks.out_of_domain import check_set, read_set, sets_of
@@ -118,9 +118,85 @@ def column_of(name: str, split: Split) -> str:
     return f"{name}-mm" if split.endswith("_mismatched") else f"{name}-m"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GlueData(BenchmarkData):
+    """The examples of a task of GLUE, and the scores of models on them."""
+
+    task: Glue
+
+    @property
+    def labels(self) -> Mapping[str, Sequence[int]]:
+        """For each further set the label that each class of the task stands for."""
+        return self.meta["labels"]
+
+    def column(self, name: str) -> str:
+        return name if name in self.labels else column_of(self.task.name, cast(Split, name))
+
+    @property
+    def chance(self) -> float:
+        return chance_score(self.task.name, self.encoded["dev"], cast(Metric, self.task.metrics[0]))
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        scored = [name for name in self.encoded if name in DEV or name in self.labels]
+        return {name: {"examples": self.digest} for name in scored}
+
+    @property
+    def submissions(self) -> dict[str, str]:
+        return {split: f"{column_of(self.task.name, split)}.tsv" for split in TEST if split in self.encoded}
+
+    def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
+        items = self.encoded[split]
+        answers = self._answers(scored, items)
+        if World.current().is_main:
+            write_submission(path, self.task.entry, items, answers)
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See Task: the task's metrics on a dev split, the accuracy of the labels on a further set."""
+        items, labels = self.encoded[name], self.labels.get(name)
+        answers = self._answers(scored, items)
+        if labels is not None:
+            answers = np.array(labels)[answers]
+        if World.current().is_main:
+            rows = zip(items, answers.tolist(), strict=True)
+            lines = [f"{item.index}\t{answer}\t{item.target}\n" for item, answer in rows]
+            write_text(scored.predictions / f"{name}.tsv", "".join(["index\tprediction\ttarget\n", *lines]))
+        targets = targets_of(items)
+        if labels is not None:
+            return {"metrics": {"accuracy": 100 * float(np.mean(answers == targets))}, "examples": len(items)}
+        return {"metrics": task_metrics(self.task.name, answers, targets), "examples": len(items)}
+
+    def _answers(self, scored: ScoredModel, items: Sequence[EncodedPair]) -> np.ndarray:
+        """Return the model's class or score of each item: (items,); every rank must call this method."""
+
+        def take(logits: Tensor, _: Sequence[int]) -> list[float]:
+            return (logits.argmax(-1) if self.task.entry.classes else logits[:, 0].float()).tolist()
+
+        with scoring_forward(scored.model) as forward:
+            found = values_of(forward, items, self.collate, take, batch_size=self.batch_size)
+        return np.array(found)
+
+    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
+        if teacher is None or teacher["score"] > teacher["chance"]:
+            return []
+        return [
+            f"the teacher {self.task.config.teacher.model} scores at chance on {self.task.name}: "
+            f"{self.task.metrics[0]} {teacher['score']:.1f} on dev, where one answer to everything gets "
+            f"{teacher['chance']:.1f}. Nothing can be learned from it: fine-tune it first, or check that its classes "
+            "are in GLUE's order"
+        ]
+
+    def legend(self) -> str:
+        text = f"GLUE's metrics on dev, x 100; {self.sizes['train']:,} training examples."
+        if self.labels:
+            text += f" Accuracy on {', '.join(self.labels)}, for which nothing was fine-tuned or chosen."
+        return text
+
+
 class Glue(Benchmark):
     """One task of GLUE."""
 
+    data_class = GlueData
     head = "sequence"
     usual_length = 128
     schema = PAIRS
@@ -130,7 +206,7 @@ class Glue(Benchmark):
         """Find the task and its folder; raise UserError if there is none."""
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
         self.name = glue_name(self.key)
-        metrics, asked = self.task.metrics, config.data.task.metric
+        metrics, asked = self.entry.metrics, config.data.task.metric
         if asked is not None and asked not in metrics:
             raise UserError(f"data.task.metric is {asked}: {self.name} has {', '.join(metrics)}; name one of them")
 
@@ -166,31 +242,31 @@ class Glue(Benchmark):
         return config
 
     def read_files(self) -> TaskFiles[PairExample, PairSet]:
-        settings, number = self.config.data.task, 2 if self.task.has_mismatched else 1
+        settings, number = self.config.data.task, 2 if self.entry.has_mismatched else 1
         folder = None if settings.dir is None else Path(settings.dir) / self.name
         has_test = folder is None or any(folder.glob("test*.tsv")) or (folder / "msr_paraphrase_test.txt").is_file()
         splits = [*DEV[:number], *(TEST[:number] if has_test and not self.only_scores else ())]
         train = [] if self.only_scores else read_split(self.name, "train", settings.dir)[: settings.limit]
         sets: dict[str, PairSet] = {split: PairSet(read_split(self.name, split, settings.dir)) for split in splits}
         sets |= {
-            name: PairSet(*read_set(name, given, self.task.classes, len(self.task.sentences)))
+            name: PairSet(*read_set(name, given, self.entry.classes, len(self.entry.sentences)))
             for name, given in self._further().items()
         }
         return TaskFiles(train, sets)
 
     @property
-    def task(self) -> GlueTask:
+    def entry(self) -> GlueTask:
         return GLUE_TASKS[self.name]
 
     @property
     def num_outputs(self) -> int:
-        return self.task.num_outputs
+        return self.entry.num_outputs
 
     def objective(self, teacher: PreTrainedConfig, *, uses_output: bool) -> Objective:
-        return Objective(tokens=False, targets=CLASSES if self.task.classes else SCORES)
+        return Objective(tokens=False, targets=CLASSES if self.entry.classes else SCORES)
 
     def configure(self, model: PreTrainedModel) -> None:
-        classes = self.task.classes
+        classes = self.entry.classes
         if classes:
             model.config.id2label = dict(enumerate(classes))
             model.config.label2id = {label: index for index, label in enumerate(classes)}
@@ -219,76 +295,9 @@ class Glue(Benchmark):
         return {"labels": {name: each.labels for name, each in files.sets.items() if each.labels}}
 
     @property
-    def labels(self) -> Mapping[str, Sequence[int]]:
-        """For each further set the label that each class of the task stands for."""
-        return self.meta["labels"]
-
-    @property
     def metrics(self) -> tuple[str, ...]:
-        first = self.config.data.task.metric or self.task.metrics[0]
-        return (first, *(each for each in self.task.metrics if each != first))
-
-    def column(self, name: str) -> str:
-        return name if name in self.labels else column_of(self.name, cast(Split, name))
-
-    @property
-    def chance(self) -> float:
-        return chance_score(self.name, self.encoded["dev"], cast(Metric, self.metrics[0]))
-
-    @property
-    def sets(self) -> dict[str, dict[str, Any]]:
-        scored = [name for name in self.encoded if name in DEV or name in self.labels]
-        return {name: {"examples": self.digest} for name in scored}
-
-    @property
-    def submissions(self) -> dict[str, str]:
-        return {split: f"{column_of(self.name, split)}.tsv" for split in TEST if split in self.encoded}
-
-    def submit(self, split: str, scored: ScoredModel, path: Path) -> None:
-        items = self.encoded[split]
-        answers = self._answers(scored, items)
-        if World.current().is_main:
-            write_submission(path, self.task, items, answers)
-
-    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See Task: the task's metrics on a dev split, the accuracy of the labels on a further set."""
-        items, labels = self.encoded[name], self.labels.get(name)
-        answers = self._answers(scored, items)
-        if labels is not None:
-            answers = np.array(labels)[answers]
-        if World.current().is_main:
-            rows = zip(items, answers.tolist(), strict=True)
-            lines = [f"{item.index}\t{answer}\t{item.target}\n" for item, answer in rows]
-            write_text(scored.predictions / f"{name}.tsv", "".join(["index\tprediction\ttarget\n", *lines]))
-        targets = targets_of(items)
-        if labels is not None:
-            return {"metrics": {"accuracy": 100 * float(np.mean(answers == targets))}, "examples": len(items)}
-        return {"metrics": task_metrics(self.name, answers, targets), "examples": len(items)}
-
-    def _answers(self, scored: ScoredModel, items: Sequence[EncodedPair]) -> np.ndarray:
-        """Return the model's class or score of each item: (items,); every rank must call this method."""
-
-        def take(logits: Tensor, _: Sequence[int]) -> list[float]:
-            return (logits.argmax(-1) if self.task.classes else logits[:, 0].float()).tolist()
-
-        with scoring_forward(scored.model) as forward:
-            found = values_of(forward, items, self.collate, take, batch_size=self.batch_size)
-        return np.array(found)
-
-    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        if teacher is None or teacher["score"] > teacher["chance"]:
-            return []
-        return [
-            f"the teacher {self.config.teacher.model} scores at chance on {self.name}: {self.metrics[0]} "
-            f"{teacher['score']:.1f} on dev, where one answer to everything gets {teacher['chance']:.1f}. Nothing can "
-            "be learned from it: fine-tune it first, or check that its classes are in GLUE's order"
-        ]
-
-    def legend(self) -> str:
-        text = f"GLUE's metrics on dev, x 100; {self.sizes['train']:,} training examples."
-        if self.labels:
-            text += f" Accuracy on {', '.join(self.labels)}, for which nothing was fine-tuned or chosen."
-        return text
+        first = self.config.data.task.metric or self.entry.metrics[0]
+        return (first, *(each for each in self.entry.metrics if each != first))
 
 
 def task_paths(name: str, data_dir: str, *, setting: str) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +36,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import CONTROL_TIMEOUT, World, on_every, on_main
 from llmdistill.runtime.main_first import make_once
-from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task
+from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance, reference_words
@@ -50,24 +50,6 @@ class Instructions(Task):
     validates_labels = True
     translates = True
     validation_metric = "ROUGE-L"
-    report = ""
-    teachers_tokenizer: PreTrainedTokenizerBase
-    limits: Limits
-    texts: TextTests
-    """The test sets that are texts."""
-    written_by: Path | None
-    """The teacher, if it must have written the training set."""
-    train: MappedItems[Encoded] | Joined[Encoded] | None = None
-    """The training set; None if it is streamed, the run does not train, or the data are not prepared."""
-    mixture: Mixture | None = None
-    """How its files are drawn, if they have weights."""
-    valid: Sequence[Example] = ()
-    """The validation set; may be empty. It is scored only with the first seed, as it serves to choose settings."""
-    valid_items: Sequence[Encoded] = ()
-    """The validation set, encoded by the student's tokenizer."""
-    tests: Mapping[str, Sequence[Example]] = MappingProxyType({})
-    """The test sets of instructions."""
-    data_warnings: Sequence[str] = ()
 
     def changing_examples(self, *, causal: bool) -> str | None:
         if self.config.data.streaming:
@@ -96,12 +78,13 @@ class Instructions(Task):
                 check_rows(reference, thorough=thorough)
         check_texts(texts)
 
-    def read(self, models: Models) -> Instructions:
+    def read(self, models: Models) -> InstructionData:
         """See Task. The examples are only read when they are prepared."""
         teachers_tokenizer = load_tokenizer(models.teacher_path)
         shared = models.tokenizer_path == models.teacher_path
         tokenizer = teachers_tokenizer if shared else load_tokenizer(models.tokenizer_path)
-        return self.having(
+        return InstructionData(
+            task=self,
             tokenizer=tokenizer,
             teachers_tokenizer=teachers_tokenizer,
             limits=Limits.of(self.config.data, [teachers_tokenizer, tokenizer]),
@@ -109,21 +92,47 @@ class Instructions(Task):
             written_by=models.teacher_path if self.teacher_writes else None,
         )
 
-    def prepared(self) -> Instructions:
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InstructionData(TaskData):
+    """The instructions of a run; they are read once they are `prepared`."""
+
+    task: Instructions
+    tokenizer: PreTrainedTokenizerBase
+    teachers_tokenizer: PreTrainedTokenizerBase
+    limits: Limits
+    texts: TextTests
+    """The test sets that are texts."""
+    written_by: Path | None
+    """The teacher, if it must have written the training set."""
+    train: MappedItems[Encoded] | Joined[Encoded] | None = None
+    """The training set; None if it is streamed, the run does not train, or the data are not prepared."""
+    mixture: Mixture | None = None
+    """How its files are drawn, if they have weights."""
+    valid: Sequence[Example] = ()
+    """The validation set; may be empty. It is scored only with the first seed, as it serves to choose settings."""
+    valid_items: Sequence[Encoded] = ()
+    """The validation set, encoded by the student's tokenizer."""
+    tests: Mapping[str, Sequence[Example]] = MappingProxyType({})
+    """The test sets of instructions."""
+    data_warnings: Sequence[str] = ()
+    report: str = ""
+
+    def prepared(self) -> InstructionData:
         """See Task. Rank 0 reads and checks every file; all ranks map the tokens of the training set.
 
         Raises:
             UserError: a file is missing, malformed or empty, or a prompt exceeds the limit.
         """
-        settings, teacher = self.config.data, self.config.teacher
+        settings, teacher = self.task.config.data, self.task.config.teacher
         valid, tests, warning = on_main(self._read_scored_sets)
         valid_items = self._open_stored(settings.valid).items if settings.valid is not None else ()
         train, mixture, report = None, None, "not read, as nothing is trained"
         if settings.streaming:
             report = "streamed while training"
-        elif self.trains:
+        elif self.task.trains:
             train, mixture, report = self._open_training_set()
-            if teacher.average == "rows" and not self.teacher_writes:  # the answers of SeqKD name no teacher
+            if teacher.average == "rows" and not self.task.teacher_writes:  # the answers of SeqKD name no teacher
                 named = set(train.distinct("teacher"))
                 for name in sorted(named - {"", *teacher.others}):
                     raise UserError(
@@ -135,7 +144,8 @@ class Instructions(Task):
                         f"data.train {settings.train}: teacher.average is rows, but no row has the key teacher with the"
                         f" value {name!r}: name it in the rows that it shall teach, or leave it out of teacher.others"
                     )
-        return self.having(
+        return replace(
+            self,
             train=train,
             mixture=mixture,
             valid=valid,
@@ -147,7 +157,7 @@ class Instructions(Task):
 
     def _open_training_set(self) -> tuple[MappedItems[Encoded] | Joined[Encoded], Mixture | None, str]:
         """Tokenize each file of the training set; return all examples, how they are drawn, and a report."""
-        parts = parts_of(self.config.data.train)
+        parts = parts_of(self.task.config.data.train)
         stored = [self._open_stored(part.reference) for part in parts]
         counts, left_out = stored[0].counts, Counter(stored[0].left_out)
         for examples in stored[1:]:
@@ -165,7 +175,7 @@ class Instructions(Task):
 
     def _read_scored_sets(self) -> tuple[list[Example], dict[str, list[Example]], str | None]:
         """Read and check the sets that are scored, with a warning about the origin of the training set."""
-        data = self.config.data
+        data = self.task.config.data
         valid = [] if data.valid is None else read_examples(data.valid)
         references = {name: path for name, path in data.tests.items() if name not in self.texts.texts}
         tests = {name: read_examples(path) for name, path in references.items()}
@@ -173,7 +183,7 @@ class Instructions(Task):
         shared = self.tokenizer is self.teachers_tokenizer
         # The teacher is scored on the same sets: a prompt must fit both tokenizers before anything is trained.
         for tokenizer in [self.tokenizer] if shared else [self.tokenizer, self.teachers_tokenizer]:
-            encode_sets(scored, tokenizer, self.config.scoring, self.limits)
+            encode_sets(scored, tokenizer, self.task.config.scoring, self.limits)
         self.texts.check(self.tokenizer, self.teachers_tokenizer)
         if data.streaming:
             check_stream(data.train, self.tokenizer, self.limits)
@@ -181,7 +191,9 @@ class Instructions(Task):
         return valid, tests, warning
 
     def _open_stored(self, reference: str) -> StoredExamples:
-        make = partial(store_examples, reference, self.tokenizer, self.limits, cache_dir=self.config.data.cache_dir)
+        make = partial(
+            store_examples, reference, self.tokenizer, self.limits, cache_dir=self.task.config.data.cache_dir
+        )
         folder = make_once(make)
         return on_every(lambda: open_examples(folder))
 
@@ -193,25 +205,23 @@ class Instructions(Task):
         return {**({VALID: self.valid} if self.valid else {}), **self.tests}
 
     def _generation_settings(self, name: str) -> GenerationConfig:
-        scoring = self.config.scoring
+        scoring = self.task.config.scoring
         return replace(scoring, seeds=scoring.seeds[:1]) if name == VALID else scoring
 
     def _score_settings(self, name: str) -> dict[str, Any]:
-        reference = self.config.data.valid if name == VALID else self.config.data.tests[name]
+        reference = self.task.config.data.valid if name == VALID else self.task.config.data.tests[name]
         settings = {key: value for key, value in asdict(self._generation_settings(name)).items() if key != "models"}
         # Older versions cut every script into stems of a-z; their scores of other scripts must not be reused.
-        words = {"rouge_words": words} if (words := self._choose_words(name)) != "stemmed" else {}
-        return {"reference": fingerprint(str(reference)), **settings, **asdict(self.limits), **words}
-
-    def _choose_words(self, name: str) -> Words:
-        return reference_words([example.outputs for example in self._scored_examples()[name]])
+        words = reference_words([example.outputs for example in self._scored_examples()[name]])
+        own_words = {} if words == "stemmed" else {"rouge_words": words}
+        return {"reference": fingerprint(str(reference)), **settings, **asdict(self.limits), **own_words}
 
     def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
         return self.teachers_tokenizer
 
     def teacher_prompts(self) -> dict[int, list[int]]:
         """See Task. If the prompt is that of a chat, each model reads it in its own chat template."""
-        sets = [read_examples(part.reference) for part in parts_of(self.config.data.train)]
+        sets = [read_examples(part.reference) for part in parts_of(self.task.config.data.train)]
         examples, prompts = [example for examples in sets for example in examples], dict[int, list[int]]()
         # Without limits, so that both tokenizers keep the same examples, whatever their numbers of tokens.
         ours = encode(examples, self.tokenizer, replace(self.limits, max_length=NO_LIMIT))
@@ -221,12 +231,12 @@ class Instructions(Task):
             before_ours, before_theirs = parts_before(our), parts_before(their)
             if len(before_ours) == len(before_theirs):  # else the teacher reads the student's text as it is
                 prompts |= dict(zip(before_ours, before_theirs.values(), strict=True))
-            if self.config.data.on_policy > 0 or len(before_ours) == 1:
+            if self.task.config.data.on_policy > 0 or len(before_ours) == 1:
                 prompts[sample_id(our.last_prompt)] = their.last_prompt
         return prompts
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
-        data = self.config.data
+        data = self.task.config.data
         share = replace(share, bucket_steps=1 if data.packing else data.bucket_steps, spread=data.packing)
         if not data.streaming:
             assert self.train is not None, "the examples are not prepared yet"
@@ -242,8 +252,8 @@ class Instructions(Task):
 
     def _collate(self, items: Sequence[Encoded]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id
-        if self.config.data.packing:
-            return collate_packed(items, padding, max_length=self.config.data.max_length)
+        if self.task.config.data.packing:
+            return collate_packed(items, padding, max_length=self.task.config.data.max_length)
         return collate(items, padding)
 
     def validation(self, share: Share) -> list[Batch]:
@@ -351,7 +361,7 @@ class Instructions(Task):
             rows=rows,
             legend=(
                 f"ROUGE-L on {', '.join(numbered) or 'no test set'}: {describe_words(words)}, best of the references, "
-                f"x 100; decoding: {self.config.scoring.decoding}."
+                f"x 100; decoding: {self.task.config.scoring.decoding}."
                 + (" Perplexity: of the first references, by token, geometric mean of the sets." if measured else "")
             ),
         )

@@ -48,12 +48,97 @@ from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import VALID, ScoredModel, ScoreTable
 from llmdistill.tasks.classification import rank_correlation
 from llmdistill.tasks.forward import scoring_forward, values_of
-from llmdistill.tasks.stored import StoredTask, TaskFiles
+from llmdistill.tasks.stored import StoredData, StoredTask, TaskFiles
 
 
-class Sentences(StoredTask):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SentenceData(StoredData):
+    """The sentences of a run, and the scores of models on pairs of them."""
+
+    task: Sentences
+
+    def about_training(self) -> str:
+        return f"{len(self.train):,} sentences" if self.task.trains else "not read, as nothing is trained"
+
+    @cached_property
+    def similarities(self) -> dict[str, Sequence[float]]:
+        """The similarity of each pair of the scored sets, whose two sentences are side by side in `encoded`."""
+        return {name: self.text(name) for name in self.meta["sets"]}
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        pooling = self.task.settings.pooling
+        settings = {"sentences": self.digest, "pooling": list(pooling.modes), "normalize": pooling.normalize}
+        return dict.fromkeys(self.meta["sets"], settings)
+
+    def num_steps(self, epochs: int, global_batch_size: int) -> int:
+        return -(-epochs * len(Grouped(self.train, self.task.rows_per_example)) // global_batch_size)
+
+    def loader(self, share: Share) -> TrainLoader[list[EncodedPair]]:
+        """See Task; a batch of triples has three times as many sentences."""
+        rows = Grouped(self.train, self.task.rows_per_example)
+
+        def collate(rows: Sequence[Sequence[EncodedPair]]) -> Batch:
+            return self.collate(list(chain.from_iterable(rows)))
+
+        return TrainLoader(rows, replace(share, bucket_steps=self.task.config.data.bucket_steps), collate)
+
+    def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
+        """See Task: the sentences one by one, and those of the validation set, on which the loss is measured."""
+        sets: list[Any] = [self.encoded[name] for name in ("train", VALID) if name in self.encoded]
+        examples: Any = ConcatDataset(sets)
+        return examples, self.collate
+
+    def validation(self, share: Share) -> list[Batch]:
+        sentences, rank = self.encoded.get(VALID, ()), {"rank": share.rank, "world_size": share.world_size}
+        batches = scoring_batches(sentences, self.collate, batch_size=share.micro_batch_size, **rank)
+        return [batch for _, batch in batches]
+
+    def validation_score(self, scored: ScoredModel) -> float:
+        return float(self.score_set(VALID, scored)["spearman"])
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See Task: Spearman's correlation of the cosines with the similarities, times 100."""
+        embeddings = embeddings_of(
+            scored.model,
+            self.encoded[name],
+            self.tokenizer,
+            self.task.settings.pooling,
+            batch_size=self.batch_size,
+        )
+        cosines = functional.cosine_similarity(embeddings[::2], embeddings[1::2], dim=-1).double().numpy()
+        scores = np.array(self.similarities[name], dtype=np.float64)
+        if World.current().is_main:
+            rows = (f"{cosine:.6f}\t{score:g}\n" for cosine, score in zip(cosines, scores, strict=True))
+            write_text(scored.predictions / f"{name}.tsv", "".join(["cosine\tscore\n", *rows]))
+        return {"spearman": 100 * rank_correlation(cosines, scores), "pairs": len(scores)}
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        return {"spearman": {name: score["spearman"] for name, score in scores.items()}}
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        shown = "  ".join(f"{name} {value:.2f}" for name, value in summary["spearman"].items())
+        return f"Spearman of the {model}: {shown or 'no test sets'}"
+
+    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+        return ScoreTable(
+            title="Spearman x 100 on each set",
+            columns=[f"{name} (n = {len(scores):,})" for name, scores in self.similarities.items()],
+            rows={
+                model: [f"{result['spearman'][name]:.2f}" for name in self.similarities]
+                for model, result in results.items()
+            },
+            legend=(
+                "Spearman's rank correlation between the cosine of two sentences' embeddings and the similarity that "
+                "people gave them, x 100."
+            ),
+        )
+
+
+class Sentences(StoredTask[SentenceData]):
     """The task of giving sentences the teacher's embeddings."""
 
+    data_class = SentenceData
     head = "embedding"
     validation_metric = "Spearman"
     key = "sentences"
@@ -163,83 +248,6 @@ class Sentences(StoredTask):
         for name, pairs in files.sets.items():
             writer.add_text(name, [pair.score for pair in pairs])
         return {"sets": list(files.sets)}
-
-    def about_training(self) -> str:
-        return f"{len(self.train):,} sentences" if self.trains else "not read, as nothing is trained"
-
-    @cached_property
-    def similarities(self) -> dict[str, Sequence[float]]:
-        """The similarity of each pair of the scored sets, whose two sentences are side by side in `encoded`."""
-        return {name: self.text(name) for name in self.meta["sets"]}
-
-    @property
-    def sets(self) -> dict[str, dict[str, Any]]:
-        pooling = self.settings.pooling
-        settings = {"sentences": self.digest, "pooling": list(pooling.modes), "normalize": pooling.normalize}
-        return dict.fromkeys(self.meta["sets"], settings)
-
-    def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        return -(-epochs * len(Grouped(self.train, self.rows_per_example)) // global_batch_size)
-
-    def loader(self, share: Share) -> TrainLoader[list[EncodedPair]]:
-        """See Task; a batch of triples has three times as many sentences."""
-        rows = Grouped(self.train, self.rows_per_example)
-
-        def collate(rows: Sequence[Sequence[EncodedPair]]) -> Batch:
-            return self.collate(list(chain.from_iterable(rows)))
-
-        return TrainLoader(rows, replace(share, bucket_steps=self.config.data.bucket_steps), collate)
-
-    def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
-        """See Task: the sentences one by one, and those of the validation set, on which the loss is measured."""
-        sets: list[Any] = [self.encoded[name] for name in ("train", VALID) if name in self.encoded]
-        examples: Any = ConcatDataset(sets)
-        return examples, self.collate
-
-    def validation(self, share: Share) -> list[Batch]:
-        sentences, rank = self.encoded.get(VALID, ()), {"rank": share.rank, "world_size": share.world_size}
-        batches = scoring_batches(sentences, self.collate, batch_size=share.micro_batch_size, **rank)
-        return [batch for _, batch in batches]
-
-    def validation_score(self, scored: ScoredModel) -> float:
-        return float(self.score_set(VALID, scored)["spearman"])
-
-    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See Task: Spearman's correlation of the cosines with the similarities, times 100."""
-        embeddings = embeddings_of(
-            scored.model,
-            self.encoded[name],
-            self.tokenizer,
-            self.settings.pooling,
-            batch_size=self.batch_size,
-        )
-        cosines = functional.cosine_similarity(embeddings[::2], embeddings[1::2], dim=-1).double().numpy()
-        scores = np.array(self.similarities[name], dtype=np.float64)
-        if World.current().is_main:
-            rows = (f"{cosine:.6f}\t{score:g}\n" for cosine, score in zip(cosines, scores, strict=True))
-            write_text(scored.predictions / f"{name}.tsv", "".join(["cosine\tscore\n", *rows]))
-        return {"spearman": 100 * rank_correlation(cosines, scores), "pairs": len(scores)}
-
-    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        return {"spearman": {name: score["spearman"] for name, score in scores.items()}}
-
-    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        shown = "  ".join(f"{name} {value:.2f}" for name, value in summary["spearman"].items())
-        return f"Spearman of the {model}: {shown or 'no test sets'}"
-
-    def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
-        return ScoreTable(
-            title="Spearman x 100 on each set",
-            columns=[f"{name} (n = {len(scores):,})" for name, scores in self.similarities.items()],
-            rows={
-                model: [f"{result['spearman'][name]:.2f}" for name in self.similarities]
-                for model, result in results.items()
-            },
-            legend=(
-                "Spearman's rank correlation between the cosine of two sentences' embeddings and the similarity that "
-                "people gave them, x 100."
-            ),
-        )
 
 
 def embeddings_of(

@@ -36,7 +36,7 @@ from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.base import ScoredModel
-from llmdistill.tasks.benchmark import Benchmark, skipped_questions
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, skipped_questions
 from llmdistill.tasks.forward import Forward, scoring_forward, values_of
 from llmdistill.tasks.squad_metrics import LANGUAGES, squad1_scores, squad2_scores
 from llmdistill.tasks.stored import TaskFiles
@@ -110,9 +110,125 @@ class QuestionSet:
     questions: list[QuestionExample]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SquadData(BenchmarkData):
+    """The questions of a task in windows, and the scores of the answers of models."""
+
+    task: Squad
+
+    def about_training(self) -> str:
+        return f"{self.meta['questions']:,} questions in {len(self.train):,} windows"
+
+    @property
+    def about(self) -> Mapping[str, Mapping[str, Any]]:
+        """The fields of QuestionSet of each set that models are scored on, with the numbers of its questions as `size`
+        and of those without an answer as `unanswerable`."""
+        return self.meta["sets"]
+
+    @property
+    def main_column(self) -> str:
+        """See Benchmark: for MLQA the mean over the languages."""
+        return self.task.entry.title
+
+    def column(self, name: str) -> str:
+        return str(self.about[name]["column"])
+
+    @property
+    def chance(self) -> float:
+        """See Benchmark: the share of questions without an answer, which never answering gets right."""
+        dev = self.about["dev"]
+        return 100 * float(dev["unanswerable"] / dev["size"])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """See Benchmark: questions."""
+        return {"train": int(self.meta["questions"]), **{name: int(each["size"]) for name, each in self.about.items()}}
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """See Task: dev, and for MLQA the test set of each language or pair of languages."""
+        asked = {"examples": self.digest, "max_answer_length": self.task.config.data.task.max_answer_length}
+        return dict.fromkeys(self.about, asked)
+
+    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
+        """See Task: the metrics, and the predictions in the formats of the official scripts.
+
+        predictions.json has the answers by the id of the question. For SQuAD 2.0 an answer is "" where the null odds
+        are above 0; null_odds.json has the null odds, and spans.json the answers as if every question had one.
+        """
+        questions = from_json(self.text(name))
+        with scoring_forward(scored.model) as forward:
+            spans = predict_spans(
+                forward,
+                self.encoded[name],
+                self.collate,
+                questions,
+                max_answer_length=self.task.config.data.task.max_answer_length,
+                batch_size=self.batch_size,
+            )
+        if World.current().is_main:
+            folder, answers = scored.predictions / name, spans.texts
+            if self.task.entry.has_unanswerable:
+                answers = {key: "" if spans.null_odds[key] > 0 else text for key, text in answers.items()}
+                write_json(folder / "null_odds.json", spans.null_odds)
+                write_json(folder / "spans.json", spans.texts)
+            write_json(folder / "predictions.json", answers)
+        references = {question.id: [answer.text for answer in question.answers] for question in questions}
+        scores: dict[str, Any]
+        if self.task.entry.has_unanswerable:
+            scores = squad2_scores(spans.texts, spans.null_odds, references)
+        else:
+            scores = squad1_scores(spans.texts, references, language=self.about[name]["language"])
+        return {"metrics": scores, "examples": len(questions)}
+
+    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """See Task.
+
+        Returns:
+            That of Benchmark. For SQuAD 2.0 also ``"threshold"``, the null odds above which an answer is left out
+            for the best F1, and ``"official"``, all scores of the official script. MLQA's columns are its dev set, each
+            test set, and ``MLQA``, the mean over the languages.
+        """
+        summary = super().summary(scores)
+        columns = summary["dev"]
+        if self.task.entry.is_multilingual:
+            same = [columns[each["column"]] for each in self.about.values() if each["is_averaged"]]
+            columns[self.main_column] = {metric: fmean(each[metric] for each in same) for metric in self.task.metrics}
+        if self.task.entry.has_unanswerable:
+            official = dict(scores["dev"]["metrics"])
+            summary |= {"threshold": official["best_f1_threshold"], "official": official}
+        return summary
+
+    def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
+        return {name: score["metrics"][name] for name in self.task.metrics}
+
+    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
+        threshold = f"  threshold {summary['threshold']:.3f}" if "threshold" in summary else ""
+        return super().sentence(model, summary) + threshold
+
+    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
+        """See Task: skipped questions, and a teacher that is not better than never answering."""
+        found = skipped_questions(self.meta["skipped"], "their answer is not in the context where answer_start says")
+        if teacher is not None and teacher["score"] <= teacher["chance"]:
+            found.append(
+                f"the teacher {self.task.config.teacher.model} is not better than never answering on "
+                f"{self.task.entry.title}: {self.task.metrics[0]} {teacher['score']:.1f} on dev, where that gets "
+                f"{teacher['chance']:.1f}. Nothing can be learned from it: fine-tune it first"
+            )
+        return found
+
+    def legend(self) -> str:
+        text = f"{self.task.entry.title}: F1 and exact match as in the official script, x 100; "
+        text += f"{self.sizes['train']:,} questions."
+        if self.task.entry.has_unanswerable:
+            text += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
+        return text
+
+
 class Squad(Benchmark):
     """One task of question answering, whose answers are spans of the context."""
 
+    data_class = SquadData
     head = "span"
     usual_length = 384
     schema = WINDOWS
@@ -138,12 +254,12 @@ class Squad(Benchmark):
 
     @property
     def hub(self) -> str:
-        return self.task.hub
+        return self.entry.hub
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         if is_causal(config):
             raise UserError(
-                f"{key} {reference}: {self.task.title} needs an encoder, because the tokens of a "
+                f"{key} {reference}: {self.entry.title} needs an encoder, because the tokens of a "
                 f"{config.model_type} do not see those after them; give a model such as BERT or RoBERTa"
             )
         super().check_model(key, reference, config)
@@ -184,131 +300,23 @@ class Squad(Benchmark):
             }
         return {"questions": len(files.train), "skipped": files.skipped, "sets": sets}
 
-    def about_training(self) -> str:
-        return f"{self.meta['questions']:,} questions in {len(self.train):,} windows"
-
     @property
     def limits(self) -> WindowLimits:
         settings = self.config.data.task
         return WindowLimits(self.config.data.max_length, settings.stride, settings.max_question_length)
 
     @property
-    def about(self) -> Mapping[str, Mapping[str, Any]]:
-        """The fields of QuestionSet of each set that models are scored on, with the numbers of its questions as `size`
-        and of those without an answer as `unanswerable`."""
-        return self.meta["sets"]
-
-    @property
-    def task(self) -> SquadTask:
+    def entry(self) -> SquadTask:
         return SQUAD_TASKS[self.key]
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """See Benchmark: the scores at the best threshold, if some questions have no answer, come first."""
-        return ("best_f1", "best_em", "f1", "em") if self.task.has_unanswerable else ("f1", "em")
+        return ("best_f1", "best_em", "f1", "em") if self.entry.has_unanswerable else ("f1", "em")
 
     @property
     def shown(self) -> tuple[str, ...]:
         return self.metrics[:2]
-
-    @property
-    def main_column(self) -> str:
-        """See Benchmark: for MLQA the mean over the languages."""
-        return self.task.title
-
-    def column(self, name: str) -> str:
-        return str(self.about[name]["column"])
-
-    @property
-    def chance(self) -> float:
-        """See Benchmark: the share of questions without an answer, which never answering gets right."""
-        dev = self.about["dev"]
-        return 100 * float(dev["unanswerable"] / dev["size"])
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """See Benchmark: questions."""
-        return {"train": int(self.meta["questions"]), **{name: int(each["size"]) for name, each in self.about.items()}}
-
-    @property
-    def sets(self) -> dict[str, dict[str, Any]]:
-        """See Task: dev, and for MLQA the test set of each language or pair of languages."""
-        asked = {"examples": self.digest, "max_answer_length": self.config.data.task.max_answer_length}
-        return dict.fromkeys(self.about, asked)
-
-    def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        """See Task: the metrics, and the predictions in the formats of the official scripts.
-
-        predictions.json has the answers by the id of the question. For SQuAD 2.0 an answer is "" where the null odds
-        are above 0; null_odds.json has the null odds, and spans.json the answers as if every question had one.
-        """
-        questions = from_json(self.text(name))
-        with scoring_forward(scored.model) as forward:
-            spans = predict_spans(
-                forward,
-                self.encoded[name],
-                self.collate,
-                questions,
-                max_answer_length=self.config.data.task.max_answer_length,
-                batch_size=self.batch_size,
-            )
-        if World.current().is_main:
-            folder, answers = scored.predictions / name, spans.texts
-            if self.task.has_unanswerable:
-                answers = {key: "" if spans.null_odds[key] > 0 else text for key, text in answers.items()}
-                write_json(folder / "null_odds.json", spans.null_odds)
-                write_json(folder / "spans.json", spans.texts)
-            write_json(folder / "predictions.json", answers)
-        references = {question.id: [answer.text for answer in question.answers] for question in questions}
-        scores: dict[str, Any]
-        if self.task.has_unanswerable:
-            scores = squad2_scores(spans.texts, spans.null_odds, references)
-        else:
-            scores = squad1_scores(spans.texts, references, language=self.about[name]["language"])
-        return {"metrics": scores, "examples": len(questions)}
-
-    def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """See Task.
-
-        Returns:
-            That of Benchmark. For SQuAD 2.0 also ``"threshold"``, the null odds above which an answer is left out
-            for the best F1, and ``"official"``, all scores of the official script. MLQA's columns are its dev set, each
-            test set, and ``MLQA``, the mean over the languages.
-        """
-        summary = super().summary(scores)
-        columns = summary["dev"]
-        if self.task.is_multilingual:
-            same = [columns[each["column"]] for each in self.about.values() if each["is_averaged"]]
-            columns[self.main_column] = {metric: fmean(each[metric] for each in same) for metric in self.metrics}
-        if self.task.has_unanswerable:
-            official = dict(scores["dev"]["metrics"])
-            summary |= {"threshold": official["best_f1_threshold"], "official": official}
-        return summary
-
-    def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:
-        return {name: score["metrics"][name] for name in self.metrics}
-
-    def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
-        threshold = f"  threshold {summary['threshold']:.3f}" if "threshold" in summary else ""
-        return super().sentence(model, summary) + threshold
-
-    def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
-        """See Task: skipped questions, and a teacher that is not better than never answering."""
-        found = skipped_questions(self.meta["skipped"], "their answer is not in the context where answer_start says")
-        if teacher is not None and teacher["score"] <= teacher["chance"]:
-            found.append(
-                f"the teacher {self.config.teacher.model} is not better than never answering on {self.task.title}: "
-                f"{self.metrics[0]} {teacher['score']:.1f} on dev, where that gets {teacher['chance']:.1f}. Nothing "
-                "can be learned from it: fine-tune it first"
-            )
-        return found
-
-    def legend(self) -> str:
-        text = f"{self.task.title}: F1 and exact match as in the official script, x 100; "
-        text += f"{self.sizes['train']:,} questions."
-        if self.task.has_unanswerable:
-            text += " best_f1 and best_em are those at the best threshold of the null odds, f1 and em at 0."
-        return text
 
 
 def predict_spans(

@@ -6,7 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -22,7 +22,7 @@ from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import on_every
 from llmdistill.runtime.main_first import make_once
-from llmdistill.tasks.base import Models, Task
+from llmdistill.tasks.base import Models, Task, TaskData
 
 _FORMAT = 2
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
@@ -50,7 +50,46 @@ class TaskFiles(Generic[Example, Scored]):
         return hashed.hexdigest()
 
 
-class StoredTask(Task):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredData(TaskData):
+    """The examples of a StoredTask, whose tokens every rank maps."""
+
+    task: StoredTask[Any]
+    tokenizer: PreTrainedTokenizerBase
+    encoded: Mapping[str, MappedItems[Any]]
+    """The tokens of the training set (if it is read), and of the other sets."""
+    meta: Mapping[str, Any]
+    """What `StoredTask.write` has returned."""
+    text: Callable[[str], Any]
+    """Reads what `StoredTask.write` has written of a split beside its tokens."""
+    digest: str
+    """Identifies the examples and their tokens."""
+    report: str = ""
+
+    def collate(self, items: Sequence[Any]) -> Batch:
+        padding: Any = self.tokenizer.pad_token_id
+        return collate_pairs(items, padding)
+
+    def about_training(self) -> str:
+        """Return one sentence about the training set."""
+        return f"{len(self.train):,} examples"
+
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences per rank in a forward pass of scoring."""
+        train = self.task.config.train
+        return train.micro_batch_size or train.global_batch_size
+
+    @property
+    def train(self) -> Any:
+        """The tokens of the training set; none if it is not read."""
+        return self.encoded.get("train", ())
+
+
+Data = TypeVar("Data", bound=StoredData)
+
+
+class StoredTask(Task, Generic[Data]):
     """A task whose tokens are stored in the folder ``tasks`` of data.cache_dir, where the next run finds them."""
 
     key: str
@@ -59,18 +98,8 @@ class StoredTask(Task):
     """How its encoded examples are stored."""
     only_scores: bool = False
     """Whether neither a training set nor a test split without targets is read, because a model is scored in memory."""
-    encoded: Mapping[str, MappedItems[Any]]
-    """Once the task is read: the tokens of the training set (if it is read), and of the other sets."""
-    meta: Mapping[str, Any]
-    """What `write` has returned."""
-    text: Callable[[str], Any]
-    """Reads what `write` has written of a split beside its tokens."""
-    digest: str
-    """Identifies the examples and their tokens."""
-
-    def collate(self, items: Sequence[Any]) -> Batch:
-        padding: Any = self.tokenizer.pad_token_id
-        return collate_pairs(items, padding)
+    data_class: type[Data]
+    """The class of what `read` returns."""
 
     @abstractmethod
     def read_files(self) -> TaskFiles[Any, Any]:
@@ -94,31 +123,17 @@ class StoredTask(Task):
 
     @abstractmethod
     def write(self, files: Any, tokenizer: PreTrainedTokenizerBase, writer: SplitWriter) -> dict[str, Any]:
-        """Tokenize the result of `read_files`, and write it; return everything else that `opened` needs as plain JSON.
+        """Tokenize the result of `read_files`, and write it; return everything else that the data need as plain JSON.
 
         Raises:
             UserError: the examples cannot be tokenized.
         """
 
-    def about_training(self) -> str:
-        """Return one sentence about the training set of the task once it is read."""
-        return f"{len(self.train):,} examples"
-
-    @property
-    def batch_size(self) -> int:
-        """The number of sequences per rank in a forward pass of scoring."""
-        return self.config.train.micro_batch_size or self.config.train.global_batch_size
-
-    @property
-    def train(self) -> Any:
-        """The tokens of the training set; none if it is not read."""
-        return self.encoded.get("train", ())
-
-    def read(self, models: Models) -> Any:
+    def read(self, models: Models) -> Data:
         tokenizer = load_tokenizer(models.tokenizer_path)
         return self.opened(self.stored(tokenizer), tokenizer, models.student, models.teacher)
 
-    def read_on_all(self, models: Models) -> Any:
+    def read_on_all(self, models: Models) -> Data:
         """See Task. Rank 0 reads and tokenizes the examples if that is not done yet; all ranks map their tokens."""
         tokenizer = load_tokenizer(models.tokenizer_path)
         folder = make_once(lambda: self.stored(tokenizer))
@@ -157,8 +172,8 @@ class StoredTask(Task):
 
         return store(self.config.data.cache_dir, "tasks", request, write)
 
-    def opened(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *configs: PreTrainedConfig) -> Any:
-        """Return the task with the examples of a folder of `stored`, for models of these configs.
+    def opened(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *configs: PreTrainedConfig) -> Data:
+        """Return the examples of a folder of `stored`, for models of these configs.
 
         Raises:
             UserError: an example has more tokens than a model has positions.
@@ -172,6 +187,7 @@ class StoredTask(Task):
                 f"data.max_length is {limit}: an example of {self.key} has {longest} tokens, but a model has "
                 f"positions for {positions}; give {positions} or less"
             )
-        task = self.having(tokenizer=tokenizer, encoded=encoded, meta=stored.meta, text=stored.text, digest=folder.name)
-        task.report = task.about_training()
-        return task
+        data = self.data_class(
+            task=self, tokenizer=tokenizer, encoded=encoded, meta=stored.meta, text=stored.text, digest=folder.name
+        )
+        return replace(data, report=data.about_training())

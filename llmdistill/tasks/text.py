@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import on_every, on_main
 from llmdistill.runtime.main_first import make_once
-from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task
+from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.perplexity import perplexity_of
 from llmdistill.tasks.reference_loss import label_loss
 from llmdistill.tasks.text_windows import TextTests, check_texts, text_tests
@@ -38,13 +39,6 @@ class Text(Task):
     """The task of learning a corpus of plain text."""
 
     translates = True
-    report = ""
-    models: Models
-    teachers_tokenizer: PreTrainedTokenizerBase
-    texts: TextTests
-    train: Mapping[str, Corpus] | None = None
-    """The training text, in one part of the name "" or in the parts that are sampled; None until it is tokenized."""
-    valid: Corpus | None = None
 
     def __init__(self, config: RunConfig, *, trains: bool = True, teacher_writes: bool = False) -> None:
         """Raise UserError if a test set is no text."""
@@ -90,7 +84,7 @@ class Text(Task):
                 open_rows(reference, streaming=True)  # it does not contact the hub yet
         check_texts(text_tests(data.tests))
 
-    def read(self, models: Models) -> Text:
+    def read(self, models: Models) -> TextData:
         """See Task. The texts are only read when they are tokenized.
 
         Raises:
@@ -99,17 +93,33 @@ class Text(Task):
         if self.trains:
             _list_parts(self.config.data)
         tokenizer, teachers_tokenizer = load_tokenizer(models.tokenizer_path), load_tokenizer(models.teacher_path)
-        return self.having(
+        return TextData(
+            task=self,
             models=models,
             tokenizer=tokenizer,
             teachers_tokenizer=teachers_tokenizer,
             texts=TextTests.of(self.config, models, [tokenizer, teachers_tokenizer]),
         )
 
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextData(TaskData):
+    """The text of a run; it is tokenized once the data are `prepared`."""
+
+    task: Text
+    tokenizer: PreTrainedTokenizerBase
+    models: Models
+    teachers_tokenizer: PreTrainedTokenizerBase
+    texts: TextTests
+    train: Mapping[str, Corpus] | None = None
+    """The training text, in one part of the name "" or in the parts that are sampled; None until it is tokenized."""
+    valid: Corpus | None = None
+    report: str = ""
+
     @property
     def pairs(self) -> bool:
         """Whether the sequences are pairs of segments: as the settings say, else if the student can use them."""
-        setting, models = self.config.data.text.pairs, self.models
+        setting, models = self.task.config.data.text.pairs, self.models
         if setting is not None:
             return setting
         return self.next_sentence or (not models.causal and has_segments(models.student))
@@ -139,16 +149,16 @@ class Text(Task):
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
         return f"Perplexity of the {model}: {self.texts.sentence(summary)}"
 
-    def of(self, models: Models) -> Text:
-        return self.having(models=models)
+    def of(self, models: Models) -> TextData:
+        return replace(self, models=models)
 
-    def prepared(self) -> Text:
+    def prepared(self) -> TextData:
         """See Task. Rank 0 hashes the text, and tokenizes it if it is not in the cache; all ranks map the tokens.
 
         Raises:
             UserError: the text cannot be read or is too short.
         """
-        settings = self.config.data
+        settings = self.task.config.data
         on_main(lambda: self.texts.check(self.tokenizer, self.teachers_tokenizer))
 
         def tokenize(reference: str, fraction: float) -> Corpus:
@@ -159,7 +169,7 @@ class Text(Task):
                 field=settings.text.field,
                 cache_dir=settings.cache_dir,
                 fraction=fraction,
-                seed=self.config.seed,
+                seed=self.task.config.seed,
             )
             # One process tokenizes, and the others wait for the folder: each mapping the same file costs no memory
             # twice.
@@ -172,15 +182,15 @@ class Text(Task):
         share = "" if fraction == 1 else f"{100 * fraction:.4g} % of it: "
         counts = (f"{name}: {text.report()}" if name else text.report() for name, text in train.items())
         report = "; ".join(counts)
-        data = self.having(train=train, valid=valid)
-        if self.trains:
+        data = replace(self, train=train, valid=valid)
+        if self.task.trains:
             # Raises UserError if the text is too short, even if the number of steps is given.
             sequences = data._make_train_sequences()
             if isinstance(sequences, MixedSequences):
                 report = sequences.report()
         begin = begin_tokens(self.tokenizer) if self.models.causal else []
         spelled = f"; each sequence begins with {self.tokenizer.decode(begin)}" if begin else ""
-        return data.having(report=f"{share}{report}{spelled}")
+        return replace(data, report=f"{share}{report}{spelled}")
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         return -(-epochs * len(self._make_train_sequences()) // global_batch_size)
@@ -196,20 +206,20 @@ class Text(Task):
         if self.valid is not None:
             valid: Any = self._make_sequences(self.valid)
             # The cache must hold what `validation` reads: only the first valid_sequences.
-            parts.append(Subset(valid, range(min(len(valid), self.config.data.text.valid_sequences))))
+            parts.append(Subset(valid, range(min(len(valid), self.task.config.data.text.valid_sequences))))
         sequences: Any = ConcatDataset(parts)
         return sequences, texts[0].collate
 
     def _make_train_sequences(self) -> TextSequences | MixedSequences:
         assert self.train is not None, "the text is not tokenized yet"
-        exponent, weights = self.config.data.text.sampling_exponent, _read_weights(self.config.data)
+        exponent, weights = self.task.config.data.text.sampling_exponent, _read_weights(self.task.config.data)
         try:
             if exponent is None and weights is None:
                 return self._make_sequences(self.train[""])
             parts = {name: self._make_part_sequences(name, text) for name, text in self.train.items()}
             return MixedSequences(parts, exponent or 0.0, weights)
         except UserError as error:
-            fraction = self.config.data.text.fraction
+            fraction = self.task.config.data.text.fraction
             if fraction == 1:
                 raise
             raise UserError(f"of data.text.fraction {fraction}: {error}; or raise the fraction") from error
@@ -218,27 +228,27 @@ class Text(Task):
         try:
             return self._make_sequences(text)
         except UserError as error:
-            raise UserError(f"the part {name} of data.train {self.config.data.train}: {error}") from error
+            raise UserError(f"the part {name} of data.train {self.task.config.data.train}: {error}") from error
 
     def validation(self, share: Share) -> list[Batch]:
         if self.valid is None:
             return []
         return validation_batches(
             self._make_sequences(self.valid),
-            limit=self.config.data.text.valid_sequences,
+            limit=self.task.config.data.text.valid_sequences,
             batch_size=share.micro_batch_size,
             rank=share.rank,
             world_size=share.world_size,
         )
 
     def _make_sequences(self, corpus: Corpus) -> TextSequences:
-        settings, masking = self.config.data.text, None
+        settings, masking = self.task.config.data.text, None
         if not self.models.causal:
             masking = Masking.of(self.tokenizer, settings.mask_share, whole_words=settings.whole_words)
         return TextSequences(
             corpus,
             self.tokenizer,
-            max_length=self.config.data.max_length,
+            max_length=self.task.config.data.max_length,
             masking=masking,
             pairs=self.pairs,
             next_sentence=self.next_sentence,

@@ -12,7 +12,7 @@ from llmdistill.report.study_report import StudyReport
 from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds, spread
 from llmdistill.report.trials import ModelEntry, entry_of
 from llmdistill.studies.trials import Choice, Result, by_settings
-from llmdistill.tasks.benchmark import Benchmark
+from llmdistill.tasks.benchmark import BenchmarkData
 from llmdistill.tasks.glue import GLUE
 
 NAMES: dict[Convention, str] = {
@@ -25,14 +25,14 @@ NAMES: dict[Convention, str] = {
 one whose SQuAD 2.0 was run too."""
 
 
-def summarize(data: Benchmark, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
+def summarize(data: BenchmarkData, choice: Choice, results: Sequence[Result]) -> dict[str, Any]:
     """Return a task's part of results.json, as plain JSON values."""
     students = [result.metrics["student"] for result in choice.results if result.metrics is not None]
     metrics = [student["dev"] for student in students]
     thresholds = [student["threshold"] for student in students if "threshold" in student]
     return {
-        "metric": data.metrics[0],
-        "shown": list(data.shown),
+        "metric": data.task.metrics[0],
+        "shown": list(data.task.shown),
         "main_column": data.main_column,
         **_settings(choice.results),
         "seeds": [result.trial.seed for result in choice.results],

@@ -55,7 +55,7 @@ from llmdistill.studies.trials import (
     trial_title,
 )
 from llmdistill.tasks.base import ScoredModel
-from llmdistill.tasks.benchmark import Benchmark
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
 from llmdistill.training.plan import Plan, make_plan
 from llmdistill.training.run_folder import finished_metrics
 
@@ -146,7 +146,7 @@ class TaskStudy(Study):
             method_settings=sections,
         )
 
-    def conduct(self, data: Benchmark, runner: Runner) -> dict[str, Any]:
+    def conduct(self, data: BenchmarkData, runner: Runner) -> dict[str, Any]:
         """Score the teacher, run the unfinished trials, keep the best model and write its answers.
 
         `data` is the benchmark with its examples. Every rank must call this method. Raises UserError if the folder
@@ -201,7 +201,7 @@ class TaskStudy(Study):
 
         return Progress(total, self.describe, drop)
 
-    def _keep(self, choice: Choice, data: Benchmark, runner: Runner) -> None:
+    def _keep(self, choice: Choice, data: BenchmarkData, runner: Runner) -> None:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
         best, trial = self.folder / BEST, choice.best.trial
         student, asked = trial.folder / "student", {"run": trial.folder.name, "settings": to_dict(trial.config)}
@@ -227,7 +227,7 @@ class TaskStudy(Study):
 
         on_main(keep)
 
-    def _submit(self, data: Benchmark) -> list[str]:
+    def _submit(self, data: BenchmarkData) -> list[str]:
         """Write the best model's files for the benchmark's server, if there are test splits; returns their paths."""
         world = World.current()
         paths = {split: self.root / SUBMISSION / name for split, name in data.submissions.items()}

@@ -55,7 +55,7 @@ def draw(
         features before t-SNE, from -1 to 1; None for a regression task.
     """
     assert isinstance(study.benchmark, Glue), "only classes and scores are drawn"
-    data, classes, file = study.benchmark.read_files(), study.benchmark.task.classes, folder / f"{name}.json"
+    data, classes, file = study.benchmark.read_files(), study.benchmark.entry.classes, folder / f"{name}.json"
     layer, max_length, dtype = study.config.tsne_layer, study.protocol.max_length, study.plan.models.dtype
     prints = {title: fingerprint(path) for title, path in models.items()}
     asked = {

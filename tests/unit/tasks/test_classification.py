@@ -6,7 +6,7 @@ from hostile import refuses
 
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
 from llmdistill.data.pairs import EncodedPair, PairExample
-from llmdistill.tasks.glue import GLUE_TASKS, Glue, column_of, task_metrics, write_submission
+from llmdistill.tasks.glue import GLUE_TASKS, Glue, GlueData, column_of, task_metrics, write_submission
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -70,7 +70,6 @@ def test_files_for_the_server(tmp_path):
 def test_the_steps_of_an_epoch_of_glue_learn_each_example():
     rows = [EncodedPair([1], None, 0, number) for number in range(10)]
     task = Glue(RunConfig(ds_config="", data=DataConfig(kind="task", task=TaskConfig(name="rte"))))
-    data = task.having(encoded={"train": rows})
+    data = GlueData(task=task, tokenizer=None, encoded={"train": rows}, meta={}, text=str, digest="")
     assert data.num_steps(1, 4) == 3
-    assert not hasattr(task, "encoded"), "the examples are those of the copy, for one pair of models"
     assert data.num_steps(3, 4) == 9, "each epoch is rounded up"

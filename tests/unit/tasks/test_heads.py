@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from entities_task import NAMES, TAGS, WORDS, Entities
+from entities_task import NAMES, TAGS, WORDS, Entities, EntityData
 from torch.nn import functional
 from transformers import BertForTokenClassification
 from word_models import save_bert, save_tokenizer
@@ -42,7 +42,7 @@ def load(path) -> BertForTokenClassification:
     return load_model(path, dtype=torch.float32, head="tags")
 
 
-def read(folder: Path) -> Entities:
+def read(folder: Path) -> EntityData:
     config, paths = load(folder).config, {"teacher_path": folder, "tokenizer_path": folder}
     task = Entities(RunConfig(ds_config="", data=DataConfig(kind="task", task=TaskConfig(name="entities"))))
     return task.read(Models(teacher=config, student=config, causal=False, objective=Objective(False, TAGS), **paths))
@@ -70,8 +70,8 @@ def test_a_step_is_that_of_a_plain_loop(models):
     assert method.positions == {"tag_forward_kl": "labels", "tag_label": "labels"}
     teaching, learning = tapped(method, "teacher", teacher), tapped(method, "student", student)
     with torch.no_grad():
-        outputs = teaching.teach(batch, lm_head=method.teacher_positions)
-    losses = learning.learn(batch, method.running(outputs, batch, batch.divisors()))
+        outputs = teaching.compute_targets(batch, lm_head=method.teacher_positions)
+    losses = learning.compute_losses(batch, method.bind_terms(outputs, batch, batch.divisors()))
     losses.total.backward()
     torch.testing.assert_close(losses.total, expected)
     for (name, parameter), plain in zip(student.named_parameters(), plain_student.parameters(), strict=True):

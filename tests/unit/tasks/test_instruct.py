@@ -21,7 +21,7 @@ from llmdistill.generation.decode import Decoding, generate_passes
 from llmdistill.methods import METHODS
 from llmdistill.tasks.instruction_scores import score_model, score_sets
 from llmdistill.tasks.instruction_sets import suite_sets
-from llmdistill.tasks.instructions import Instructions
+from llmdistill.tasks.instructions import InstructionData, Instructions
 from llmdistill.tasks.rouge import rouge_l
 from llmdistill.tasks.text_windows import TextTests
 from llmdistill.training.plan import make_plan
@@ -37,6 +37,12 @@ EXAMPLES = [
     Example("a " * 30, "", ("green",), "x:3"),
 ]
 SHORT = EXAMPLES[:2]
+
+
+def data_of(task: Instructions, **fields) -> InstructionData:
+    """The data of a task that were not read."""
+    missing = dict.fromkeys(("tokenizer", "teachers_tokenizer", "limits", "texts", "written_by"))
+    return InstructionData(task=task, **{**missing, **fields})
 
 
 @pytest.fixture
@@ -88,11 +94,11 @@ def test_the_references_of_a_whole_set_choose_its_words(model, tmp_path):
     assert (score["rouge_words"], score["examples"]) == ("unicode", 1)
     task = Instructions(RunConfig(ds_config="", data=DataConfig(tests={"set": "set.jsonl"}), scoring=settings))
     tests = ({"set": examples}, {"set": examples[:1]})
-    unicode, stemmed = (task.having(tests=sets, limits=limits)._score_settings("set") for sets in tests)
+    unicode, stemmed = (data_of(task, tests=sets, limits=limits)._score_settings("set") for sets in tests)
     assert unicode == {**stemmed, "rouge_words": "unicode"}, "scores of older versions are not reused"
     results = {"student": {"rougeL": {"set": 5.0}, "rouge_words": {"set": "unicode"}}}
     no_texts = TextTests(texts={}, settings=GenerationConfig(), models=None)
-    legend = task.having(tests={"set": examples}, texts=no_texts).table(results).legend
+    legend = data_of(task, tests={"set": examples}, texts=no_texts).table(results).legend
     assert "ROUGE-L on set: F1 of Unicode words" in legend
 
 
@@ -224,7 +230,7 @@ def test_a_teacher_at_chance_is_warned_of_and_each_set_is_a_column():
     task = Instructions(RunConfig(ds_config="", scoring=GenerationConfig(decoding="greedy")))
     known = ["another model wrote the answers"]
     no_texts = TextTests(texts={}, settings=GenerationConfig(), models=None)
-    instructions = task.having(texts=no_texts, tests={"seen": [], "unseen": []}, data_warnings=known)
+    instructions = data_of(task, texts=no_texts, tests={"seen": [], "unseen": []}, data_warnings=known)
     good = {"valid": {"rougeL": 50.0, "chance": 12.0, "above_chance": True}}
     bad = {"valid": {"rougeL": 12.5, "chance": 12.0, "above_chance": False}}
     assert instructions.warnings(None) == instructions.warnings({}) == instructions.warnings(good) == known

@@ -22,7 +22,7 @@ from llmdistill.planning.dry_run import describe, estimate
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.runtime.environment import Finding
-from llmdistill.tasks.text import Text
+from llmdistill.tasks.text import Text, TextData
 from llmdistill.tasks.text_windows import TextTests
 from llmdistill.training import assemble
 from llmdistill.training.calibration import calibration_batches
@@ -145,7 +145,8 @@ def test_languages_are_sampled_by_a_power_of_their_sizes(data_of, tmp_path):
 
 def test_a_text_shows_its_validation_loss_before_and_after():
     no_texts = TextTests(texts={}, settings=GenerationConfig(), models=None)
-    text = Text(RunConfig(ds_config="", data=DataConfig(kind="text", train="a.txt"))).having(texts=no_texts)
+    task = Text(RunConfig(ds_config="", data=DataConfig(kind="text", train="a.txt")))
+    text = TextData(task=task, tokenizer=None, teachers_tokenizer=None, models=None, texts=no_texts)
     sizes = {"teacher_params": 200, "student_params": 50}
     log = [{"step": 0, "valid_loss": 3.5}, {"step": 10, "valid_loss": 1.75}, {"step": 20, "valid_loss": 1.25}]
     results = text.results({}, log, sizes)
