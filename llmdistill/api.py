@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -42,7 +41,7 @@ from llmdistill.tasks import is_task
 from llmdistill.tasks.benchmark import score_task, scored_benchmark
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.text import score_masked
-from llmdistill.tasks.text_windows import cut_windows, score_windows
+from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
 from llmdistill.training.calibration import measure_weights_on, split_calibration
 from llmdistill.training.inputs import Given, Model, check_models, device_for, evaluating, tokenizer_of
 from llmdistill.training.plan import make_plans
@@ -351,16 +350,19 @@ def evaluate(
         if set(kinds.values()) != {"task"}:
             raise UserError("data holds tasks and other sets, which need different heads: evaluate them one by one")
         scored = scored_benchmark(str(task) for task in sets.values())
-        usual = DataConfig(kind="task", task=TaskConfig(name="rte"), max_length=scored.usual_length)
-        score = partial(
-            score_task,
-            max_length=changed(usual, limits, key="").max_length,
-            batch_size=generation.batch_size,
-            data_dir=None if data_dir is None else str(data_dir),
-        )
+        places = TaskConfig(name="rte", dir=None if data_dir is None else str(data_dir))
+        usual = DataConfig(kind="task", task=places, max_length=scored.usual_length)
+        # Of the limits only max_length means something for a task.
+        usual = replace(usual, max_length=changed(usual, limits, key="").max_length)
         with evaluating(model, head=scored.head) as loaded:
             scores: dict[str, Any] = {
-                name: score(loaded, own, str(task), predictions=None if folder is None else folder / name)
+                name: score_task(
+                    loaded,
+                    own,
+                    replace(usual, task=replace(places, name=str(task))),
+                    batch_size=generation.batch_size,
+                    predictions=None if folder is None else folder / name,
+                )
                 for name, task in sets.items()
             }
         return scores if are_several else dict(scores["data"])
@@ -372,13 +374,12 @@ def evaluate(
         encode_sets(examples, own, generation, answering)
     size, length, window = generation.batch_size, limits.get("max_length", limited.max_length), generation.window
     read = {name: WholeText(text).read() for name, text in texts.items()}  # what is missing is told before the loading
-    cut: dict[str, Any] = {"stride": generation.stride, "limit": generation.limit, "shorten": window is None}
+    windows_of_text = WindowSizes(window or length, generation.stride, generation.limit, shorten=window is None)
     scores = {}
     with evaluating(model, head="lm_head") as loaded, World.alone().entered():
         for name, text in texts.items():
             if is_causal(loaded.config):
-                cut |= {"window": window or length, "data": text}
-                windows = cut_windows(read[name], own, loaded.config, name=name, **cut)
+                windows = cut_windows(read[name], own, loaded.config, windows_of_text, name=name, data=text)
                 scores[name] = score_windows(loaded, windows, batch_size=size, name=name)
             else:
                 scores[name] = score_masked(loaded, own, text, max_length=length, batch_size=size)

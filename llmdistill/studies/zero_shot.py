@@ -20,16 +20,14 @@ _ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
 
 def _score(config: ZeroShotConfig, models: ComparedModels) -> ModelScores:
     models.check_kind(causal=True, reason="the tasks of the harness need a decoder")
-    tasks = find_zero_shot(config.tasks, config.task_dir)
+    tasks = find_zero_shot(config.tasks, config.task_dir, num_fewshot=config.num_fewshot, limit=config.limit)
     asked = {key: getattr(config, key) for key in _ASKED} | {"dtype": models.dtype}
     if config.task_dir is not None:
         asked["content of task_dir"] = fingerprint(config.task_dir)
 
     def score(name: str, model: PreTrainedModel) -> dict[str, Any]:
         tokenizer, batch_size, max_length = load_tokenizer(models.paths[name]), config.batch_size, config.max_length
-        of_harness = {"num_fewshot": config.num_fewshot, "limit": config.limit}
-        scores = score_zero_shot(model, tokenizer, tasks, batch_size=batch_size, max_length=max_length, **of_harness)
-        return {"tasks": scores}
+        return {"tasks": score_zero_shot(model, tokenizer, tasks, batch_size=batch_size, max_length=max_length)}
 
     on, check = ", ".join(tasks.names), tasks.check_data
     return ModelScores(results={"models": models.score_each(score, asked=asked, on=on, head="lm_head", check=check)})

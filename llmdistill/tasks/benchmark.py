@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch, Loader
-from llmdistill.config import DataConfig, GenerationConfig, RunConfig, TaskConfig, TrainConfig
+from llmdistill.config import DataConfig, GenerationConfig, RunConfig, TrainConfig
 from llmdistill.data.sampler import Share, TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.models.heads import HEADS, HeadName
@@ -249,23 +249,21 @@ def scored_benchmark(names: Iterable[str]) -> type[Benchmark]:
 def score_task(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: str,
+    data: DataConfig,
     *,
-    data_dir: str | None,
-    max_length: int,
     batch_size: int,
     predictions: Path | None = None,
 ) -> dict[str, Any]:
     """Score a fine-tuned model in evaluation mode on the dev splits of a task, in this process alone.
 
-    `task` is as the user wrote it, such as rte or SST-2; data_dir None takes the data set on the hub, and predictions
-    None keeps none. The result is that of the task's `TaskData.summary`.
+    `data` names the task as the user wrote it, such as rte or SST-2, and its folder. Predictions are kept if there is a
+    folder for them. The result is that of the task's `TaskData.summary`.
 
     Raises:
         UserError: the task does not exist, the model has no head for it, or a file is missing or malformed.
     """
-    task_type, key = named_benchmark(task, setting="data")
-    task_type.check_folder(data_dir, key, setting="data_dir")
+    task_type, key = named_benchmark(str(data.task.name), setting="data")
+    task_type.check_folder(data.task.dir, key, setting="data_dir")
     head = HEADS[task_type.head]
     if not type(model).__name__.endswith(head.endings[0]):
         raise UserError(
@@ -274,14 +272,13 @@ def score_task(
         )
     task_type.check_fine_tuned(model.config, key, named="model")
     with TemporaryDirectory() as scratch:
-        task_settings = TaskConfig(name=key, dir=data_dir)
-        settings = DataConfig(kind="task", max_length=max_length, task=task_settings, cache_dir=scratch)
+        settings = replace(data, task=replace(data.task, name=key), cache_dir=scratch)
         train, scoring = TrainConfig(micro_batch_size=batch_size), GenerationConfig(batch_size=batch_size)
         benchmark = task_type(RunConfig(ds_config="", data=settings, train=train, scoring=scoring), trains=False)
         benchmark.only_scores = True
         if task_type.head == "lm_head":  # the name of a class does not tell whether a model can write
             benchmark.check_model("model", "in memory", model.config)
-        data = benchmark.opened(benchmark.stored(tokenizer), tokenizer, model.config)
+        examples = benchmark.opened(benchmark.stored(tokenizer), tokenizer, model.config)
         scored = ScoredModel(
             model=model,
             tokenizer=tokenizer,
@@ -290,7 +287,7 @@ def score_task(
         )
         # In a distributed program of the user, every rank scores its own model: no rank waits for another.
         with World(rank=0, size=1, device=model.device).entered():
-            return dict(data.summary({name: data.score_set(name, scored) for name in data.sets}))
+            return dict(examples.summary({name: examples.score_set(name, scored) for name in examples.sets}))
 
 
 def skipped_questions(places: Sequence[str], because: str) -> list[str]:

@@ -196,7 +196,7 @@ class GlueData(BenchmarkData):
 class Glue(Benchmark):
     """One task of GLUE."""
 
-    data_class = GlueData
+    data_class: type[GlueData] = GlueData
     head = "sequence"
     usual_length = 128
     schema = PAIRS

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -113,7 +112,7 @@ class InstructionData(TaskData):
     """The validation set; may be empty. It is scored only with the first seed, as it serves to choose settings."""
     valid_items: Sequence[Encoded] = ()
     """The validation set, encoded by the student's tokenizer."""
-    tests: Mapping[str, Sequence[Example]] = MappingProxyType({})
+    tests: Mapping[str, Sequence[Example]] = field(default_factory=dict)
     """The test sets of instructions."""
     data_warnings: Sequence[str] = ()
     report: str = ""

@@ -64,28 +64,36 @@ class Windows:
         return Batch(ids, torch.ones_like(ids), labels)
 
 
+@dataclass(frozen=True)
+class WindowSizes:
+    """How a text is to be cut into windows."""
+
+    window: int | None = None
+    """Tokens of a window; None: USUAL_WINDOW, or the model's positions if these are fewer."""
+    stride: int | None = None
+    """Tokens from window to window, at most the text's tokens in a window; None: so that no two windows overlap."""
+    limit: int | None = None
+    """Score only so many windows, the first ones."""
+    shorten: bool = False
+    """Whether a shorter text is one window of its own length."""
+
+    @classmethod
+    def of(cls, settings: GenerationConfig) -> WindowSizes:
+        return cls(settings.window, settings.stride, settings.limit)
+
+
 def cut_windows(
     text: str,
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
+    sizes: WindowSizes,
     *,
     name: str,
-    window: int | None = None,
-    stride: int | None = None,
-    limit: int | None = None,
-    shorten: bool = False,
     data: Data | None = None,
 ) -> Windows:
     """Tokenize a text in one piece, and cut it into windows that all begin as the tokenizer begins a text.
 
-    Args:
-        name: the text's name in messages.
-        window: tokens of a window; by default USUAL_WINDOW, or the model's positions if these are fewer.
-        stride: tokens from window to window; by default, and at most, the text's tokens in a window, so that no two
-            windows overlap.
-        limit: score only so many windows, the first ones.
-        shorten: whether a shorter text is one window of its own length.
-        data: where the text was read, for messages.
+    `name` is the text's name in messages, and `data` is where it was read.
 
     Raises:
         UserError: the model is no decoder, it has fewer positions than a window has tokens, the stride is larger than
@@ -95,6 +103,7 @@ def cut_windows(
         raise UserError(
             f"{name} is a text, but {config.model_type} is an encoder, which has no perplexity: take a decoder"
         )
+    window, stride = sizes.window, sizes.stride
     length = max_positions(config, USUAL_WINDOW if window is None else window)
     if window is not None and length < window:
         raise UserError(f"window is {window}, but {config.model_type} has positions for {length}; give that or less")
@@ -107,7 +116,7 @@ def cut_windows(
     tokens = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
     least = len(begin) + (1 if begin else 2)  # with one token to predict
     most = max(least, len(begin) + len(tokens))
-    length = min(length, most) if shorten else length
+    length = min(length, most) if sizes.shorten else length
     room = length - len(begin)
     if length < least:
         raise UserError(f"window is {length}, but {len(begin)} of its tokens begin the text: give {least} or more")
@@ -118,7 +127,7 @@ def cut_windows(
         )
     step = room if stride is None else min(stride, room)
     total = (len(tokens) - room) // step + 1
-    count = total if limit is None else min(limit, total)
+    count = total if sizes.limit is None else min(sizes.limit, total)
     return Windows(
         tokens=tokens,
         window=length,
@@ -182,9 +191,9 @@ def windows_of(
     settings: GenerationConfig,
 ) -> dict[str, Windows]:
     """Read texts and cut them into windows, as the settings say; see `WholeText.read` and `cut_windows`."""
-    cut: dict[str, Any] = {key: getattr(settings, key) for key in ("window", "stride", "limit")}
+    sizes = WindowSizes.of(settings)
     return {
-        name: cut_windows(text.read(), tokenizer, config, name=name, data=text.data, **cut)
+        name: cut_windows(text.read(), tokenizer, config, sizes, name=name, data=text.data)
         for name, text in texts.items()
     }
 

@@ -22,11 +22,15 @@ _SHARES = ("acc", "exact_match", "mc1", "mc2")
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroShotTasks:
-    """The tasks that the user named, as the harness found them."""
+    """The tasks that the user named, and how much of them is scored."""
 
     names: tuple[str, ...]
     manager: Any
     """The harness's TaskManager."""
+    num_fewshot: int | None
+    """The number of solved examples before each question; None takes each task's own."""
+    limit: int | None
+    """The number of examples of each task; None takes all of them."""
 
     def check_data(self) -> None:
         """Load the data of all tasks into the cache of the datasets library; raise UserError if that fails."""
@@ -40,7 +44,9 @@ class ZeroShotTasks:
             ) from error
 
 
-def find_zero_shot(names: Sequence[str], task_dir: str | None) -> ZeroShotTasks:
+def find_zero_shot(
+    names: Sequence[str], task_dir: str | None, *, num_fewshot: int | None, limit: int | None
+) -> ZeroShotTasks:
     """Find tasks, groups or tags by name in the harness and in the user's folder, without reading data.
 
     Raises:
@@ -64,7 +70,7 @@ def find_zero_shot(names: Sequence[str], task_dir: str | None) -> ZeroShotTasks:
         if name not in known:
             hint = did_you_mean(name, known)
             raise UserError(f"--tasks: lm-evaluation-harness has no task {name!r}{hint} (lm_eval ls tasks lists them)")
-    return ZeroShotTasks(names=tuple(names), manager=manager)
+    return ZeroShotTasks(names=tuple(names), manager=manager, num_fewshot=num_fewshot, limit=limit)
 
 
 def score_zero_shot(
@@ -72,17 +78,12 @@ def score_zero_shot(
     tokenizer: PreTrainedTokenizerBase,
     tasks: ZeroShotTasks,
     *,
-    num_fewshot: int | None,
-    limit: int | None,
     batch_size: int,
     max_length: int | None,
 ) -> dict[str, dict[str, Any]]:
     """Score a decoder in evaluation mode on its device, in this process alone.
 
-    Args:
-        num_fewshot: the number of solved examples before each question; None takes each task's own.
-        limit: the number of examples of each task; None takes all of them.
-        max_length: the largest number of tokens; None takes the model's positions.
+    `max_length` is the largest number of tokens; None takes the model's positions.
 
     Returns:
         For each task (the tasks of a tag stand in its place) plain JSON values: ``metrics`` {NAME: value}, ``stderr``
@@ -94,8 +95,8 @@ def score_zero_shot(
     scored = lm_eval.simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length),
         tasks=list(tasks.names),
-        num_fewshot=num_fewshot,
-        limit=limit,
+        num_fewshot=tasks.num_fewshot,
+        limit=tasks.limit,
         log_samples=False,
         task_manager=tasks.manager,
     )

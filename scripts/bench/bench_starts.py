@@ -56,7 +56,7 @@ from llmdistill.students.svd import factor_params, largest_rank
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models
 from llmdistill.tasks.instruction_scores import score_sets
-from llmdistill.tasks.text_windows import cut_windows, score_windows
+from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
 from llmdistill.teachers.live import LiveTeacher
 from llmdistill.training.calibration import calibration_batches
 
@@ -123,7 +123,11 @@ class Bench:
         self.model: PreTrainedModel = load_model(self.path, dtype=torch.float32, device=self.world.device).eval()
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(self.path)
         self.windows = cut_windows(
-            text, self.tokenizer, self.model.config, name=options.test, window=options.window, limit=options.windows
+            text,
+            self.tokenizer,
+            self.model.config,
+            WindowSizes(window=options.window, limit=options.windows),
+            name=options.test,
         )
         prompt = resolve_prompt(None, [self.tokenizer])
         self.limits = Limits(max_prompt_length=128, max_length=192, long_prompts="drop", prompt=prompt)

@@ -23,7 +23,7 @@ from llmdistill.embedded import locate
 from llmdistill.models.gguf import gguf_file, origin
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.tasks.text_windows import cut_windows, score_windows
+from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
 
 PLACE = os.environ.get("LLMDISTILL_SMOLLM2", "")
 pytestmark = pytest.mark.skipif(not PLACE, reason="LLMDISTILL_SMOLLM2 names no folder of SmolLM2-135M-Instruct")
@@ -84,7 +84,7 @@ def logits(model, ids) -> torch.Tensor:
 
 
 def perplexity(model, tokenizer) -> float:
-    windows = cut_windows(TEXT, tokenizer, model.config, name="text", window=24)
+    windows = cut_windows(TEXT, tokenizer, model.config, WindowSizes(24), name="text")
     return float(score_windows(model, windows, batch_size=2, name="text")["perplexity"])
 
 

@@ -20,7 +20,7 @@ from llmdistill.losses import head
 from llmdistill.models.load import load_model
 from llmdistill.tasks import text_windows as module
 from llmdistill.tasks.base import ScoreTable
-from llmdistill.tasks.text_windows import TextTests, cut_windows, score_windows
+from llmdistill.tasks.text_windows import TextTests, WindowSizes, cut_windows, score_windows
 from tests import tiny
 
 TEXT = "\n".join(f"Town {number} lies by a lake.\n\n = {number} = \n" for number in range(30))
@@ -40,7 +40,7 @@ def model():
 @pytest.mark.parametrize(("window", "stride", "limit"), [(64, 16, None), (32, 31, 3), (17, 17, 5)])
 def test_it_is_the_loss_of_a_plain_loop(model, tokenizer, window, stride, limit):
     ids = tokenizer(TEXT)["input_ids"]
-    windows = cut_windows(TEXT, tokenizer, model.config, name="text", window=window, stride=stride, limit=limit)
+    windows = cut_windows(TEXT, tokenizer, model.config, WindowSizes(window, stride, limit), name="text")
     total = len(range(0, len(ids) - window + 1, stride))
     score = score_windows(model, windows, batch_size=5)
     assert (score["windows"], score["total"]) == (min(limit or total, total), total)
@@ -66,7 +66,7 @@ def beginning(tokenizer, *names):
 def test_each_window_begins_as_the_tokenizer_begins_a_text(model, tokenizer, names, window, stride, limit):
     own, begin = beginning(tokenizer, *names)
     text = tokenizer(TEXT)["input_ids"]
-    windows = cut_windows(TEXT, own, model.config, name="text", window=window, stride=stride, limit=limit)
+    windows = cut_windows(TEXT, own, model.config, WindowSizes(window, stride, limit), name="text")
     score = score_windows(model, windows, batch_size=5)
     room = window - len(begin)
     step = min(stride or room, room)
@@ -87,8 +87,10 @@ def test_each_window_begins_as_the_tokenizer_begins_a_text(model, tokenizer, nam
 def test_a_window_has_room_for_the_text(model, tokenizer):
     own, _ = beginning(tokenizer, "<|pad|>", "<|end|>")
     given = (TEXT, own, model.config)
-    refuses("window is 2, but 2 of its tokens begin the text: give 3 or more", cut_windows, *given, name="", window=2)
-    short = cut_windows("A lake.", own, model.config, name="", window=500, shorten=True)
+    refuses(
+        "window is 2, but 2 of its tokens begin the text: give 3 or more", cut_windows, *given, WindowSizes(2), name=""
+    )
+    short = cut_windows("A lake.", own, model.config, WindowSizes(500, shorten=True), name="")
     assert short.window == 2 + len(tokenizer("A lake.")["input_ids"])
 
 
@@ -105,7 +107,7 @@ def test_the_command_and_a_run_say_what_a_window_begins_with(model, tokenizer, t
     models = SimpleNamespace(teacher=model.config, student=model.config)
     texts, plain = (TextTests.of(config, models, [each, each]) for each in (own, tokenizer))
     assert texts.sets["lakes"] == {**plain.sets["lakes"], "begin": [begin, begin]}, "scores of before are not taken"
-    read = score_windows(model, cut_windows(TEXT, own, model.config, name="", window=64), batch_size=2, name="")
+    read = score_windows(model, cut_windows(TEXT, own, model.config, WindowSizes(64), name=""), batch_size=2, name="")
     table = texts.added(
         ScoreTable(title="", columns=[], rows={"teacher": []}, legend=""), {"teacher": {"texts": {"lakes": read}}}
     )
@@ -117,7 +119,7 @@ def test_logits_that_are_more_than_a_product(kind, tokenizer):
     torch.manual_seed(0)
     model = tiny.tiny_model(kind, vocab_size=len(tokenizer)).eval()
     ids = tokenizer(TEXT)["input_ids"][:200]
-    windows = cut_windows(tokenizer.decode(ids), tokenizer, model.config, name="text", window=16)
+    windows = cut_windows(tokenizer.decode(ids), tokenizer, model.config, WindowSizes(16), name="text")
     score = score_windows(model, windows, batch_size=3)
     assert score["loss"] == pytest.approx(window_loss(model, ids, 16, 16, 12), abs=1e-5)
 
@@ -127,7 +129,7 @@ def test_the_logits_of_a_batch_are_never_there(model, tokenizer, monkeypatch):
     real = head._compute_logits
     monkeypatch.setattr(head, "_CPU_CHUNK", 16)
     monkeypatch.setattr(head, "_compute_logits", lambda *given: rows.append(len(out := real(*given))) or out)
-    score_windows(model, cut_windows(TEXT, tokenizer, model.config, name="", window=64), batch_size=4)
+    score_windows(model, cut_windows(TEXT, tokenizer, model.config, WindowSizes(64), name=""), batch_size=4)
     assert max(rows) == 16
     assert sum(rows) == (64 - 1) * (len(tokenizer(TEXT)["input_ids"]) // 64)
 
@@ -135,7 +137,7 @@ def test_the_logits_of_a_batch_are_never_there(model, tokenizer, monkeypatch):
 @pytest.mark.parametrize(("batch_size", "tokens", "most"), [(5, 128, 2), (1, 8192, 1), (3, 8192, 3), (9, 32, 1)])
 def test_a_forward_pass_reads_so_many_windows_and_tokens(model, tokenizer, monkeypatch, batch_size, tokens, most):
     monkeypatch.setattr(module, "_BATCH_TOKENS", tokens)
-    windows, read = cut_windows(TEXT, tokenizer, model.config, name="", window=64, limit=7), []
+    windows, read = cut_windows(TEXT, tokenizer, model.config, WindowSizes(64, limit=7), name=""), []
     hook = model.register_forward_pre_hook(
         lambda _, args, given: read.append(len(given["input_ids"])), with_kwargs=True
     )
@@ -189,4 +191,4 @@ class TestTheCommand:
             error = capsys.readouterr().err.strip()
             assert said in error
             assert len(error.splitlines()) == 1
-        refuses("take a decoder", cut_windows, TEXT, tokenizer, BertConfig(), name="text")
+        refuses("take a decoder", cut_windows, TEXT, tokenizer, BertConfig(), WindowSizes(), name="text")
