@@ -173,8 +173,8 @@ class GlueData(BenchmarkData):
             return (logits.argmax(-1) if self.task.entry.classes else logits[:, 0].float()).tolist()
 
         with scoring_forward(scored.model) as forward:
-            found = values_of(forward, items, self.collate, take, batch_size=self.batch_size)
-        return np.array(found)
+            answers = values_of(forward, items, self.collate, take, batch_size=self.batch_size)
+        return np.array(answers)
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         if teacher is None or teacher["score"] > teacher["chance"]:
@@ -228,10 +228,10 @@ class Glue(Benchmark):
     def check_fine_tuned(cls, config: PreTrainedConfig, key: str, *, named: str) -> None:
         """See Benchmark: the model has as many classes as the task."""
         name = glue_name(key)
-        found, wanted = config.num_labels, GLUE_TASKS[name].num_outputs
-        if found != wanted:
+        num_classes, wanted = config.num_labels, GLUE_TASKS[name].num_outputs
+        if num_classes != wanted:
             raise UserError(
-                f"{named}: it tells {found} classes apart, but {name} has {wanted}"
+                f"{named}: it tells {num_classes} classes apart, but {name} has {wanted}"
                 f"{'' if GLUE_TASKS[name].classes else ' (a score)'}; give one that is fine-tuned on {name}"
             )
 
@@ -287,12 +287,12 @@ class Glue(Benchmark):
     def write(
         self, files: TaskFiles[PairExample, PairSet], tokenizer: PreTrainedTokenizerBase, writer: SplitWriter
     ) -> dict[str, Any]:
-        sets = {name: each.examples for name, each in files.sets.items()}
+        sets = {name: pairs.examples for name, pairs in files.sets.items()}
         for name, examples in {"train": files.train, **sets}.items():
             if examples:
                 pieces = (encode_pairs(piece, tokenizer, self.config.data.max_length) for piece in in_pieces(examples))
                 writer.add(name, pieces, PAIRS)
-        return {"labels": {name: each.labels for name, each in files.sets.items() if each.labels}}
+        return {"labels": {name: pairs.labels for name, pairs in files.sets.items() if pairs.labels}}
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -362,14 +362,14 @@ def _file_rows(task: GlueTask, split: Split, folder: Path) -> Rows:
     original = folder / f"msr_paraphrase_{'test' if split == 'test' else 'train'}.txt"
     if path.is_file() or task.hub != "mrpc" or not original.is_file():
         return _tsv_rows(task, split, path)
-    return _tsv_rows(task, split, original) if split == "test" else _original_mrpc(task, split, original)
+    return _tsv_rows(task, split, original) if split == "test" else _read_original_mrpc(task, split, original)
 
 
-def _original_mrpc(task: GlueTask, split: Split, path: Path) -> Rows:
+def _read_original_mrpc(task: GlueTask, split: Split, path: Path) -> Rows:
     """Read MRPC from its original files; GLUE's dev split is a part of the training set, given by a list of pairs."""
     ids = ("#1 ID", "#2 ID")
     # Whether the list has a header does not matter: that is no pair.
-    dev = {tuple(row.values()) for row, _ in read_benchmark_tsv(_there(path.with_name("dev_ids.tsv")), header=ids)}
+    dev = {tuple(row.values()) for row, _ in read_benchmark_tsv(_check_file(path.with_name("dev_ids.tsv")), header=ids)}
     for row, place in _tsv_rows(task, split, path):
         if (tuple(row.get(each) for each in ids) in dev) == (split == "dev"):
             yield row, place
@@ -378,7 +378,7 @@ def _original_mrpc(task: GlueTask, split: Split, path: Path) -> Rows:
 def _tsv_rows(task: GlueTask, split: Split, path: Path) -> Rows:
     is_test = split.startswith("test")
     needed = [*task.sentences, *([] if is_test else [task.label])]
-    for row, place in read_benchmark_tsv(_there(path), header=None if is_test else task.headerless or None):
+    for row, place in read_benchmark_tsv(_check_file(path), header=None if is_test else task.headerless or None):
         missing = [name for name in needed if name not in row]
         if not missing:
             yield row, place
@@ -389,7 +389,8 @@ def _tsv_rows(task: GlueTask, split: Split, path: Path) -> Rows:
             )
 
 
-def _there(path: Path) -> Path:
+def _check_file(path: Path) -> Path:
+    """Return the path of a file; raise UserError if it does not exist."""
     if not path.is_file():
         raise UserError(
             f"{path}: no such file; give the folder of GLUE's own download as the data folder, or none for the hub's"

@@ -112,7 +112,16 @@ def score_sets(
                     score = f"ROUGE-L {rouges[-1]:.2f} over {len(examples)} examples"
                     log(f"{name}, {label}: {score}, {result.tokens / result.seconds:.0f} tokens/s")
         if predictions_dir is not None and world.is_main:
-            _write_predictions(predictions_dir / f"{name}.jsonl", examples, passes)
+            rows = [
+                {
+                    **prompt_row(example),
+                    "references": list(example.outputs),
+                    "predictions": {label: result.texts[index] for label, result in passes.items()},
+                }
+                for index, example in enumerate(examples)
+            ]
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            write_text(predictions_dir / f"{name}.jsonl", "".join(lines))
         tokens = sum(result.tokens for result in passes.values())
         scores[name] = {
             "rougeL": statistics.fmean(rouges),
@@ -133,18 +142,6 @@ def score_sets(
 def _list_passes(settings: GenerationConfig) -> dict[str, int]:
     """Return the seed of each pass by the name of the pass."""
     return {"greedy": 0} if settings.decoding == "greedy" else {f"seed {seed}": seed for seed in settings.seeds}
-
-
-def _write_predictions(path: Path, examples: Sequence[Example], passes: Mapping[str, GenerationResult]) -> None:
-    rows = [
-        {
-            **prompt_row(example),
-            "references": list(example.outputs),
-            "predictions": {name: result.texts[index] for name, result in passes.items()},
-        }
-        for index, example in enumerate(examples)
-    ]
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def score_model(

@@ -55,17 +55,15 @@ def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -
             known = [*SETS, *TEXTS, *others]
             there = f"there are {', '.join(known)}; --data takes any file"
             raise UserError(f"--suite: there is no set {name!r}{did_you_mean(name, known)} ({there})")
-        is_embedded = SETS[name].startswith("embedded:")
-        references[name] = SETS[name] if is_embedded or folder is None else str(_find_file(name, folder))
+        if SETS[name].startswith("embedded:") or folder is None:
+            references[name] = SETS[name]
+            continue
+        exact = folder / f"{name}.jsonl"
+        matches = [exact] if exact.is_file() else sorted(folder.glob(f"{name}*.jsonl"))
+        if len(matches) != 1:
+            there = ", ".join(sorted(file.name for file in folder.glob("*.jsonl"))) or "no JSONL file"
+            raise UserError(
+                f"--data_dir {folder}: it has no {name}.jsonl (there is {there}); add it or name it with --data"
+            )
+        references[name] = str(matches[0])
     return references
-
-
-def _find_file(name: str, folder: Path) -> Path:
-    exact = folder / f"{name}.jsonl"
-    matches = [exact] if exact.is_file() else sorted(folder.glob(f"{name}*.jsonl"))
-    if len(matches) != 1:
-        there = ", ".join(sorted(file.name for file in folder.glob("*.jsonl"))) or "no JSONL file"
-        raise UserError(
-            f"--data_dir {folder}: it has no {name}.jsonl (there is {there}); add it or name it with --data"
-        )
-    return matches[0]

@@ -142,7 +142,10 @@ class SquadData(BenchmarkData):
     @property
     def sizes(self) -> dict[str, int]:
         """See Benchmark: questions."""
-        return {"train": int(self.meta["questions"]), **{name: int(each["size"]) for name, each in self.about.items()}}
+        return {
+            "train": int(self.meta["questions"]),
+            **{name: int(facts["size"]) for name, facts in self.about.items()},
+        }
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
@@ -192,8 +195,10 @@ class SquadData(BenchmarkData):
         summary = super().summary(scores)
         columns = summary["dev"]
         if self.task.entry.is_multilingual:
-            same = [columns[each["column"]] for each in self.about.values() if each["is_averaged"]]
-            columns[self.main_column] = {metric: fmean(each[metric] for each in same) for metric in self.task.metrics}
+            same = [columns[facts["column"]] for facts in self.about.values() if facts["is_averaged"]]
+            columns[self.main_column] = {
+                metric: fmean(scores_of_set[metric] for scores_of_set in same) for metric in self.task.metrics
+            }
         if self.task.entry.has_unanswerable:
             official = dict(scores["dev"]["metrics"])
             summary |= {"threshold": official["best_f1_threshold"], "official": official}
@@ -208,14 +213,14 @@ class SquadData(BenchmarkData):
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See Task: skipped questions, and a teacher that is not better than never answering."""
-        found = skipped_questions(self.meta["skipped"], "their answer is not in the context where answer_start says")
+        warnings = skipped_questions(self.meta["skipped"], "their answer is not in the context where answer_start says")
         if teacher is not None and teacher["score"] <= teacher["chance"]:
-            found.append(
+            warnings.append(
                 f"the teacher {self.task.config.teacher.model} is not better than never answering on "
                 f"{self.task.entry.title}: {self.task.metrics[0]} {teacher['score']:.1f} on dev, where that gets "
                 f"{teacher['chance']:.1f}. Nothing can be learned from it: fine-tune it first"
             )
-        return found
+        return warnings
 
     def legend(self) -> str:
         text = f"{self.task.entry.title}: F1 and exact match as in the official script, x 100; "
@@ -275,8 +280,8 @@ class Squad(Benchmark):
         return read_questions(self.key, self.config.data.task, only_scores=self.only_scores)
 
     def paths(self) -> list[Path] | None:
-        found = super().paths()
-        return None if found is None else [*found, *test_files(self.key, self.config.data.task)]
+        paths = super().paths()
+        return None if paths is None else [*paths, *test_files(self.key, self.config.data.task)]
 
     def decides(self) -> dict[str, Any]:
         task = self.config.data.task
@@ -290,13 +295,13 @@ class Squad(Benchmark):
         if files.train:
             writer.add("train", encode_in_pieces(files.train, tokenizer, self.limits, learned=True), WINDOWS)
         sets = {}
-        for name, each in files.sets.items():
-            writer.add(name, encode_in_pieces(each.questions, tokenizer, self.limits, learned=False), WINDOWS)
-            writer.add_text(name, to_json(each.questions))
+        for name, of_set in files.sets.items():
+            writer.add(name, encode_in_pieces(of_set.questions, tokenizer, self.limits, learned=False), WINDOWS)
+            writer.add_text(name, to_json(of_set.questions))
             sets[name] = {
-                **{key: getattr(each, key) for key in ("column", "language", "is_averaged")},
-                "size": len(each.questions),
-                "unanswerable": sum(not question.answers for question in each.questions),
+                **{key: getattr(of_set, key) for key in ("column", "language", "is_averaged")},
+                "size": len(of_set.questions),
+                "unanswerable": sum(not question.answers for question in of_set.questions),
             }
         return {"questions": len(files.train), "skipped": files.skipped, "sets": sets}
 
@@ -337,10 +342,10 @@ def predict_spans(
     def take(logits_B2T: Tensor, indices: Sequence[int]) -> Iterable[tuple[float, float, int, int]]:
         return best_spans(logits_B2T, [windows[index] for index in indices], max_answer_length)
 
-    found = values_of(forward, windows, collate, take, batch_size=batch_size)
+    spans = values_of(forward, windows, collate, take, batch_size=batch_size)
     best: dict[int, tuple[float, str]] = {}
     null: dict[int, float] = {}
-    for window, (no_answer, score, first, last) in zip(windows, found, strict=True):
+    for window, (no_answer, score, first, last) in zip(windows, spans, strict=True):
         question = window.question
         null[question] = min(no_answer, null.get(question, float("inf")))
         if score > best.get(question, (float("-inf"), ""))[0]:
@@ -379,10 +384,12 @@ def best_spans(
 
 def to_json(questions: Sequence[QuestionExample]) -> dict[str, Any]:
     """Return questions as plain JSON values, each context once."""
-    contexts = {context: number for number, context in enumerate(dict.fromkeys(each.context for each in questions))}
+    contexts = {
+        context: number for number, context in enumerate(dict.fromkeys(question.context for question in questions))
+    }
     rows = [
-        [each.id, each.question, contexts[each.context], [[answer.text, answer.start] for answer in each.answers]]
-        for each in questions
+        [asked.id, asked.question, contexts[asked.context], [[answer.text, answer.start] for answer in asked.answers]]
+        for asked in questions
     ]
     return {"contexts": list(contexts), "questions": rows}
 
@@ -413,7 +420,7 @@ def read_questions(
         rows, place = _split_rows(key, settings.dir, "dev", None)
         sets["dev"] = QuestionSet(column=task.title, language=None, questions=_checked(rows, place, key))
     else:
-        splits = [("dev", "dev", ENGLISH), *((each.column, "test", each) for each in _pairs(settings))]
+        splits = [("dev", "dev", ENGLISH), *((pair.column, "test", pair) for pair in _pairs(settings))]
         for name, split, pair in splits:
             rows, place = _split_rows(key, settings.dir, split, pair)
             sets[name] = QuestionSet(
@@ -427,11 +434,11 @@ def read_questions(
     source = "squad1" if SQUAD_TASKS[key].is_multilingual else key
     place = SQUAD_TASKS[source].hub + ", train" if settings.dir is None else str(_train_file(settings.dir, key))
     rows = _hub_rows(source, "train", None) if settings.dir is None else _file_rows(Path(place))
-    found = _checked(rows, place, key)[: settings.limit]
-    train = [question for question in found if question.is_located]
+    questions = _checked(rows, place, key)[: settings.limit]
+    train = [question for question in questions if question.is_located]
     if not train:
         raise UserError(f"{place}: no training question has its answer in its context; take the official file")
-    return TaskFiles(train, sets, [question.id for question in found if not question.is_located])
+    return TaskFiles(train, sets, [question.id for question in questions if not question.is_located])
 
 
 def task_paths(folder: str, key: str) -> list[Path]:
@@ -442,7 +449,7 @@ def task_paths(folder: str, key: str) -> list[Path]:
 def test_files(key: str, settings: TaskConfig) -> list[Path]:
     """Return the files of MLQA's test sets; raise UserError if a language has no data."""
     pairs = _pairs(settings) if SQUAD_TASKS[key].is_multilingual else []
-    return [_mlqa_folder(str(settings.dir), "test") / each.file("test") for each in pairs]
+    return [_mlqa_folder(str(settings.dir), "test") / pair.file("test") for pair in pairs]
 
 
 def _pairs(settings: TaskConfig) -> list[LanguagePair]:
@@ -452,9 +459,13 @@ def _pairs(settings: TaskConfig) -> list[LanguagePair]:
         UserError: a language has no data.
     """
     folder = None if settings.dir is None else _mlqa_folder(settings.dir, "test")
-    there = [each for each in LANGUAGES if folder is None or (folder / LanguagePair(each, each).file("test")).is_file()]
+    there = [
+        language
+        for language in LANGUAGES
+        if folder is None or (folder / LanguagePair(language, language).file("test")).is_file()
+    ]
     languages = there if settings.languages is None else settings.languages
-    missing = [each for each in languages if each not in there]
+    missing = [language for language in languages if language not in there]
     if missing or not languages:
         where = "MLQA" if folder is None else str(folder)
         lacking = missing[0] if missing else LANGUAGES[0]
@@ -463,7 +474,7 @@ def _pairs(settings: TaskConfig) -> list[LanguagePair]:
             f"only for {', '.join(there) or 'none'}; add the file, or name languages that are there"
         )
     crossed = [LanguagePair(one, other) for one in languages for other in languages if one != other]
-    return [*(LanguagePair(each, each) for each in languages), *(crossed if settings.crossed else [])]
+    return [*(LanguagePair(language, language) for language in languages), *(crossed if settings.crossed else [])]
 
 
 def _split_rows(key: str, folder: str | None, split: str, pair: LanguagePair | None) -> tuple[Rows, str]:
@@ -496,20 +507,20 @@ def _question(row: Mapping[str, Any], place: str) -> QuestionExample:
     texts, starts = (answers.get("text"), answers.get("answer_start")) if isinstance(answers, Mapping) else (None, None)
     fields = [row.get("id"), row.get("question"), row.get("context")]
     is_right = (
-        all(isinstance(each, str) and each.strip() for each in fields)
+        all(isinstance(field, str) and field.strip() for field in fields)
         and isinstance(texts, list)
         and isinstance(starts, list)
         and len(texts) == len(starts)
-        and all(isinstance(each, str) for each in texts)
-        and all(isinstance(each, int) and 0 <= each < 2**31 for each in starts)
+        and all(isinstance(text, str) for text in texts)
+        and all(isinstance(start, int) and 0 <= start < 2**31 for start in starts)
     )
     if not is_right:
         raise UserError(
             f"{place}: expected id, question and context as text, and answers with text and answer_start, as in the "
             f"official files; it has {', '.join(row) or 'nothing'}"
         )
-    found = tuple(Answer(text, start) for text, start in zip(texts or [], starts or [], strict=True))
-    return QuestionExample(str(fields[0]), str(fields[1]), str(fields[2]), found)
+    listed = tuple(Answer(text, start) for text, start in zip(texts or [], starts or [], strict=True))
+    return QuestionExample(str(fields[0]), str(fields[1]), str(fields[2]), listed)
 
 
 def _file_rows(path: Path) -> Rows:
@@ -525,7 +536,7 @@ def _file_rows(path: Path) -> Rows:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
                     listed = question["answers"]
-                    answers = {key: [each[key] for each in listed] for key in ("text", "answer_start")}
+                    answers = {key: [answer[key] for answer in listed] for key in ("text", "answer_start")}
                     row = {**question, "context": paragraph["context"], "answers": answers}
                     yield row, f"{place}, question {question.get('id')}"
         except (KeyError, TypeError) as error:
@@ -539,7 +550,7 @@ def _train_file(folder: str, key: str) -> Path:
     if not SQUAD_TASKS[key].is_multilingual:
         return _only_file(task_folder(folder, key), "train*.json")
     inside = [task_folder(folder, "squad1"), task_folder(folder, key), folder]
-    return _only_file(next((each for each in inside if any(Path(each).glob("train*.json"))), folder), "train*.json")
+    return _only_file(next((inner for inner in inside if any(Path(inner).glob("train*.json"))), folder), "train*.json")
 
 
 def _dev_file(folder: str, key: str) -> Path:
@@ -558,13 +569,13 @@ def _mlqa_folder(folder: str, split: str) -> Path:
 
 
 def _only_file(folder: str, pattern: str) -> Path:
-    found = sorted(Path(folder).glob(pattern))
-    if len(found) != 1:
-        there = ", ".join(path.name for path in found) or "no such file"
+    paths = sorted(Path(folder).glob(pattern))
+    if len(paths) != 1:
+        there = ", ".join(path.name for path in paths) or "no such file"
         raise UserError(
             f"{folder}: expected one file {pattern} of the official download, found {there}; leave one there"
         )
-    return found[0]
+    return paths[0]
 
 
 def _hub_rows(key: str, split: str, pair: LanguagePair | None) -> Rows:

@@ -128,7 +128,7 @@ def squad2_scores(
     }
     answerable = [score for key, score in final.items() if references[key]]
     unanswerable = [score for key, score in final.items() if not references[key]]
-    best = {name: _best(raw, answers, null_odds, references, name) for name in ("f1", "em")}
+    best = {name: _find_best_threshold(raw, answers, null_odds, references, name) for name in ("f1", "em")}
     return {
         "f1": _mean(final.values(), "f1"),
         "em": _mean(final.values(), "em"),
@@ -147,7 +147,7 @@ def _mean(scores: Collection[RawScore], name: str) -> float | None:
     return 100 * sum(getattr(each, name) for each in scores) / len(scores) if scores else None
 
 
-def _best(
+def _find_best_threshold(
     raw: Mapping[str, RawScore],
     answers: Mapping[str, str],
     null_odds: Mapping[str, float],
