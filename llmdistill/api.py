@@ -38,6 +38,7 @@ from llmdistill.students.search import needs_search, search
 from llmdistill.students.sizes import check_settings, summarize
 from llmdistill.students.start.weighted import check_calibration_data
 from llmdistill.tasks import is_task
+from llmdistill.tasks.base import LoadedModel
 from llmdistill.tasks.benchmark import score_task, scored_benchmark
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.text import score_masked
@@ -384,5 +385,6 @@ def evaluate(
             else:
                 scores[name] = score_masked(loaded, own, text, max_length=length, batch_size=size)
         if examples:
-            scores |= score_sets(loaded, own, examples, generation, answering, predictions_dir=folder)
+            asked = LoadedModel(model=loaded, tokenizer=own)
+            scores |= score_sets(asked, examples, generation, answering, predictions_dir=folder)
     return {name: scores[name] for name in sets} if are_several else dict(scores["data"])

@@ -87,6 +87,7 @@ class SequenceTerm:
     positions: Positions = "sequences"
     """What the loss is summed over."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class BoundTerms:
     """The loss terms that the student's forward pass computes while it runs."""

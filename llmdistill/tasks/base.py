@@ -42,15 +42,21 @@ class Models:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredModel:
-    """A model that is scored, in evaluation mode, as one rank sees it."""
+class LoadedModel:
+    """A model in evaluation mode, as one rank sees it, and its tokenizer."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    sharded: bool = False
+    """Whether the model's forward pass needs every rank (ZeRO-3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredModel(LoadedModel):
+    """A model that is scored, and where its predictions are kept."""
+
     predictions: Path
     """The folder for the model's predictions (rank 0 writes them)."""
-    sharded: bool
-    """Whether the model's forward pass needs every rank (ZeRO-3)."""
 
 
 @dataclass(frozen=True, kw_only=True)

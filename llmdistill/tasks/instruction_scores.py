@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from llmdistill.config import GenerationConfig
 from llmdistill.data.examples import Example, all_empty, no_answer
@@ -28,6 +28,7 @@ from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.runtime.distributed import World
 from llmdistill.students.counting import count_parameters
+from llmdistill.tasks.base import LoadedModel
 from llmdistill.tasks.reference_loss import score_references
 from llmdistill.tasks.rouge import reference_words, rouge_l
 from llmdistill.tasks.text_windows import score_windows, windows_of
@@ -52,21 +53,18 @@ def encode_sets(
 
 
 def score_sets(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    loaded: LoadedModel,
     sets: Mapping[str, Sequence[Example]],
     settings: GenerationConfig,
     limits: Limits,
     *,
     predictions_dir: Path | None = None,
-    synced: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Generate answers to each named set, once per seed (once if greedy), and score them.
 
     The ranks share the batches of all passes, and rank 0 saves the answers to the set NAME in
-    predictions_dir/NAME.jsonl. synced: the model's forward pass needs every rank (ZeRO-3). log is called with one line
-    per pass.
+    predictions_dir/NAME.jsonl. log is called with one line per pass.
 
     Returns:
         The score of each set as plain JSON values: ``rougeL`` (0-100, mean over the passes), ``rouge_words`` (how
@@ -79,7 +77,7 @@ def score_sets(
     Raises:
         UserError: as in `encode_sets`, before any answer is generated.
     """
-    world = World.current()
+    world, model, tokenizer = World.current(), loaded.model, loaded.tokenizer
     seeds, scores = _list_passes(settings), {}
     decoding = Decoding(
         sample=settings.decoding == "sample",
@@ -103,7 +101,7 @@ def score_sets(
                 prompts.ids,
                 decoding,
                 seeds=[seeds[label] for label in labels],
-                synced=synced,
+                synced=loaded.sharded,
             )
             for label, result in zip(labels, results, strict=True):
                 passes[label] = result
@@ -176,7 +174,8 @@ def score_model(
     if log is not None and any(example.instruction for examples in sets.values() for example in examples):
         log(f"instructions are asked by {describe_prompt(limits.prompt)}")
     model = load_model(folder, dtype=dtype, device=world.device)
-    scores = score_sets(model, tokenizer, sets, settings, limits, predictions_dir=output_dir, log=log)
+    loaded = LoadedModel(model=model, tokenizer=tokenizer)
+    scores = score_sets(loaded, sets, settings, limits, predictions_dir=output_dir, log=log)
     of_texts = {
         name: score_windows(model, cut, batch_size=settings.batch_size, name=name) for name, cut in windows.items()
     }

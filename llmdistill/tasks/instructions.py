@@ -280,13 +280,11 @@ class InstructionData(TaskData):
 
     def _score(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         return score_sets(
-            scored.model,
-            scored.tokenizer,
+            scored,
             {name: self._scored_examples()[name]},
             self._generation_settings(name),
             self.limits,
             predictions_dir=scored.predictions,
-            synced=scored.sharded,
         )[name]
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ from llmdistill.students.start.weigh import Source, choose_ranks, measure_factor
 from llmdistill.students.start.weighted import Weighted, WeightedSVD, weighted_svd
 from llmdistill.students.svd import factor_params, largest_rank
 from llmdistill.tasks import make_task
-from llmdistill.tasks.base import Models
+from llmdistill.tasks.base import LoadedModel, Models
 from llmdistill.tasks.instruction_scores import score_sets
 from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
 from llmdistill.teachers.live import LiveTeacher
@@ -246,7 +246,9 @@ class Bench:
             return {}
         sets = {"prompts": read_examples(self.options.prompts)}
         settings = GenerationConfig(decoding="greedy", limit=self.options.num_prompts, batch_size=16)
-        score = score_sets(self.model, self.tokenizer, sets, settings, self.limits)["prompts"]
+        score = score_sets(LoadedModel(model=self.model, tokenizer=self.tokenizer), sets, settings, self.limits)[
+            "prompts"
+        ]
         return {"rougeL": score["rougeL"], "prompts": score["examples"], "reference_perplexity": score["perplexity"]}
 
 

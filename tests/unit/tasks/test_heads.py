@@ -21,7 +21,7 @@ from llmdistill.methods import build_method
 from llmdistill.methods.kd import KdConfig
 from llmdistill.models.load import load_model
 from llmdistill.objective import Objective
-from llmdistill.step.tapped import tapped
+from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.tasks.base import Models
 
 SIZE = 8
@@ -68,7 +68,7 @@ def test_a_step_is_that_of_a_plain_loop(models):
     objective = Objective(tokens=False, targets=TAGS)
     method = build_method(["kd"], {"kd": KdConfig(ratio=0.5)}, teacher.config, student.config, objective)
     assert method.positions == {"tag_forward_kl": "labels", "tag_label": "labels"}
-    teaching, learning = tapped(method, "teacher", teacher), tapped(method, "student", student)
+    teaching, learning = tap_teacher(method, teacher), tap_student(method, student)
     with torch.no_grad():
         outputs = teaching.compute_targets(batch, lm_head=method.teacher_positions)
     losses = learning.compute_losses(batch, method.bind_terms(outputs, batch, batch.divisors()))

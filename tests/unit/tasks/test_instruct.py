@@ -19,6 +19,7 @@ from llmdistill.data.sampler import Share
 from llmdistill.data.sources import check_rows
 from llmdistill.generation.decode import Decoding, generate_passes
 from llmdistill.methods import METHODS
+from llmdistill.tasks.base import LoadedModel
 from llmdistill.tasks.instruction_scores import score_model, score_sets
 from llmdistill.tasks.instruction_sets import suite_sets
 from llmdistill.tasks.instructions import InstructionData, Instructions
@@ -37,6 +38,10 @@ EXAMPLES = [
     Example("a " * 30, "", ("green",), "x:3"),
 ]
 SHORT = EXAMPLES[:2]
+
+
+def loaded(model, tokenizer) -> LoadedModel:
+    return LoadedModel(model=model, tokenizer=tokenizer)
 
 
 def data_of(task: Instructions, **fields) -> InstructionData:
@@ -59,7 +64,14 @@ def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer,
     settings = GenerationConfig(seeds=[10, 20, 30])
     lines: list[str] = []
     folder, limits = tmp_path / "new", Limits(**LIMITS)
-    scores = score_sets(model, tokenizer, {"set": SHORT}, settings, limits, predictions_dir=folder, log=lines.append)
+    scores = score_sets(
+        loaded(model, tokenizer),
+        {"set": SHORT},
+        settings,
+        limits,
+        predictions_dir=folder,
+        log=lines.append,
+    )
     score = scores["set"]
     prompts = encode_prompts(SHORT, tokenizer, limits).ids
     shared = {"no_repeat_ngram_size": settings.no_repeat_ngram_size, "batch_size": settings.batch_size}
@@ -90,7 +102,7 @@ def test_the_references_of_a_whole_set_choose_its_words(model, tmp_path):
     tokenizer = word_tokenizer(["</s>", "[PAD]", "[UNK]", *words], marked=False, eos_token="</s>")
     examples = [Example("Name a colour", "", ("red",)), *(Example("Name", "", ("красный синий",)) for _ in range(3))]
     settings, limits = GenerationConfig(decoding="greedy", limit=1), Limits(**LIMITS)
-    score = score_sets(model, tokenizer, {"set": examples}, settings, limits, predictions_dir=tmp_path)["set"]
+    score = score_sets(loaded(model, tokenizer), {"set": examples}, settings, limits, predictions_dir=tmp_path)["set"]
     assert (score["rouge_words"], score["examples"]) == ("unicode", 1)
     task = Instructions(RunConfig(ds_config="", data=DataConfig(tests={"set": "set.jsonl"}), scoring=settings))
     tests = ({"set": examples}, {"set": examples[:1]})
@@ -106,7 +118,7 @@ def test_long_prompts(model, tokenizer, tmp_path):
     settings = GenerationConfig(decoding="greedy")
     for long_prompts, counts in (("drop", (2, 1, 0)), ("truncate", (3, 0, 1))):
         limits = Limits(max_prompt_length=45, max_length=50, long_prompts=long_prompts)
-        score = score_sets(model, tokenizer, {"p": EXAMPLES}, settings, limits, predictions_dir=tmp_path)["p"]
+        score = score_sets(loaded(model, tokenizer), {"p": EXAMPLES}, settings, limits, predictions_dir=tmp_path)["p"]
         assert (score["examples"], score["dropped"], score["truncated"], score["std"]) == (*counts, None)
         lines = (tmp_path / "p.jsonl").read_text().splitlines()
         asked = [example.instruction for example in EXAMPLES[: counts[0]]]
@@ -117,7 +129,15 @@ def test_bad_prompts_are_found_before_any_generation_and_any_model(model, tokeni
     sets = {"good": SHORT, "bad": EXAMPLES}
     shorter = Limits(max_prompt_length=45, max_length=50)
     said, given = "1 of 3 prompts are longer than data.max_prompt_length=45 tokens, first x:3", GenerationConfig()
-    refuses(said, score_sets, model, tokenizer, sets, given, shorter, predictions_dir=tmp_path / "out")
+    refuses(
+        said,
+        score_sets,
+        loaded(model, tokenizer),
+        sets,
+        given,
+        shorter,
+        predictions_dir=tmp_path / "out",
+    )
     assert not (tmp_path / "out").exists()
     model.config.save_pretrained(tmp_path / "model")  # without weights
     tokenizer.save_pretrained(tmp_path / "model")
@@ -162,7 +182,7 @@ def test_perplexity_is_that_of_first_references(tokenizer, model):
                 losses.append(-model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[token].item())
             ids.append(token)
     settings = GenerationConfig(batch_size=2, limit=2)
-    score = score_sets(model, tokenizer, {"set": EXAMPLES}, settings, limits)["set"]
+    score = score_sets(loaded(model, tokenizer), {"set": EXAMPLES}, settings, limits)["set"]
     assert score["reference_tokens"] == len(losses) == 5
     assert score["reference_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert score["perplexity"] == pytest.approx(math.exp(score["reference_loss"]))
