@@ -33,7 +33,7 @@ def final_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase,
     return texts
 
 
-def without_answers(example: Example) -> Example:
+def with_turns_unlearned(example: Example) -> Example:
     """Return an example whose earlier answers are not learned, because the teacher did not write them."""
     turns = (turn if turn.role != "assistant" else replace(turn, is_learned=False) for turn in example.messages)
     return replace(example, messages=tuple(turns))
@@ -79,19 +79,19 @@ def learnable_row(
     chat = as_chat(example)
     raw = _decode(ids[:-1] if ids[-1:] and ids[-1] in ends else ids, tokenizer)
     reply = read_reply(raw, tokenizer, chat)
-    replies = [Reply(text, reply.fields), reply, Reply(raw)]
+    candidates = [Reply(text, reply.fields), reply, Reply(raw)]
     as_chats = [
-        (replace(chat, outputs=(reply_form.content,), answer_fields=reply_form.fields), reply_form)
-        for reply_form in replies
+        (replace(chat, outputs=(candidate.content,), answer_fields=candidate.fields), candidate)
+        for candidate in candidates
     ]
     # Compare tokens first and texts second: with some tokenizers the end of the prompt and the beginning of the answer
     # merge into one token of the chat.
     for is_written in (_has_tokens, _has_text):
-        for filled, reply_form in as_chats:
+        for filled, candidate in as_chats:
             if is_written(filled, ids, tokenizer):
-                return answered_row(example, reply_form.content, reply_form.fields)
+                return answered_row(example, candidate.content, candidate.fields)
     special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    if reply.is_read or any(reply_form in raw and reply_form in str(tokenizer.chat_template) for reply_form in special):
+    if reply.is_read or any(mark in raw and mark in str(tokenizer.chat_template) for mark in special):
         [prompt] = render_chats([chat], tokenizer)
         # Tokenizing a completion appends the end token again.
         completion = _decode(ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids, tokenizer)

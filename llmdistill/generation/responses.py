@@ -26,7 +26,13 @@ from llmdistill.fingerprints import content_fingerprint, file_sha256, fingerprin
 from llmdistill.generation import decode, response_file
 from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, answer_batch
 from llmdistill.generation.response_file import parts_folder, provenance_file
-from llmdistill.generation.response_rows import answered_row, final_answers, learnable_row, prompt_row, without_answers
+from llmdistill.generation.response_rows import (
+    answered_row,
+    final_answers,
+    learnable_row,
+    prompt_row,
+    with_turns_unlearned,
+)
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
 from llmdistill.messages import say
 from llmdistill.models.companions import download, generation_settings
@@ -68,7 +74,7 @@ def generate_responses(
 ) -> dict[str, Any]:
     """Write the model's answer to every prompt of a set, in a file that can be used as data.train.
 
-    The file has one row per prompt within the limit, in the set's order and form: instruction, input, output; or
+    The file has one row per prompt within the limit, in the set's order and format: instruction, input, output; or
     prompt, completion; or messages that end with the answer. It is written when all answers are generated;
     `response_file` describes the files beside it, and those before it exists. If the finished file of this request
     exists, nothing is generated.
@@ -191,7 +197,7 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
     rows = [answers[index] for index in range(len(job.examples))]
     texts = final_answers(rows, job.tokenizer, job.ends)
     lines = []
-    for example, ids, text in zip(map(without_answers, job.examples), rows, texts, strict=True):
+    for example, ids, text in zip(map(with_turns_unlearned, job.examples), rows, texts, strict=True):
         if job.settings.reasoning == "keep" and is_chat(example, str(job.settings.prompt)):
             lines.append(learnable_row(example, ids, text, job.tokenizer, job.ends))
         else:
