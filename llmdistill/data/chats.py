@@ -103,7 +103,7 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
     last = len(example.messages)
     older = [place for place, turn in enumerate(example.messages) if turn.role == "assistant"]
     learned = [place for place in older if example.messages[place].is_learned] if turns == "all" else []
-    if not chat.frame.writes_answers:
+    if not chat.frame.writes_answers:  # the caller refuses an answer that is not learned
         return chat.finish([], [last], is_marked=False, has_end=True)
     template = tokenizer.get_chat_template(None, [dict(tool) for tool in example.tools] or None)
     if _MARKED.search(template):
@@ -116,6 +116,7 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
         return chat.finish([], [last], is_marked=False, has_end=True)
     try:
         parts = [part for place in learned for part in chat.find_parts(place)]
+        # Answers that overlap: one of them was taken for another with the same words.
         if any(stop > start for (_, stop), (start, _) in pairwise([*parts, (begin, end)])):
             raise _Unclear
     except (_Unclear, UserError):  # a template may refuse the beginning of a conversation
@@ -145,6 +146,7 @@ class _Chat:
     def finish(
         self, parts: list[tuple[int, int]], places: Sequence[int], *, is_marked: bool, has_end: bool
     ) -> AnsweredChat:
+        """Return the chat with its learned parts, and with the prompts before the answers at these places."""
         prompts = []
         for place in places[:-1]:
             with suppress(UserError):  # a template may refuse the beginning of a conversation
