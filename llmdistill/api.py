@@ -8,7 +8,7 @@ of dicts, a `datasets.Dataset`, a `pandas.DataFrame`), texts, chats, a path, or 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -238,6 +238,7 @@ def distill(
     ds_config: str | Path | Mapping[str, Any] | None = None,
     output_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callable[[Any], Any]] = (),
     **keywords: Any,
 ) -> Distilled:
     """Train a student to imitate its teacher; this is the run of `llmdistill train` in the current process.
@@ -264,6 +265,7 @@ def distill(
             uses a new temporary folder, which is not deleted, and saves no checkpoints.
         settings: any setting by dotted key, as on the command line:
             `{"train.micro_batch_size": 8, "teacher.dtype": "bf16"}`.
+        callbacks: functions or classes that make a callback of the training from its trainer (docs/extending.md).
         keywords: settings of the run, of training, of data or of the method by name: steps, learning_rate,
             global_batch_size, max_length, seed, temperature (kd) ...
 
@@ -285,7 +287,7 @@ def distill(
         config = on_main(lambda: given.saved(config))
         quiet_libraries()
         plans = make_plans(config)
-        distill_plans(plans, plans[0].task.read_on_all(plans[0].models))
+        distill_plans(plans, plans[0].task.read_on_all(plans[0].models), callbacks=callbacks)
         folder = Path(str(config.output_dir))
         trained = load_model(folder / "student", dtype="auto", device=world.device, head="saved")
     return Distilled(

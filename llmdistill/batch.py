@@ -98,8 +98,9 @@ class Batch:
     labels: Tensor
     """(B, T) int64, not shifted: the token id where the token is to be learned, else IGNORE_INDEX. The first label of a
     sequence is never learned: in a decoder no token before it predicts it, and encoders never mask the first token."""
-    own_answers: bool = False
-    """Whether the student generated the tokens that have labels (on-policy). Only a teacher can judge such tokens."""
+    has_sampled_labels: bool = False
+    """Whether the tokens that have labels are samples of the student, and no answers that were given. Only a teacher
+    can judge such tokens."""
     written_log_probs: Tensor | None = None
     """(N,) fp32: the log-probability of each token that has a label, row by row, under the model that has written the
     answers beside the training; None if nothing else than the student has."""
@@ -291,6 +292,11 @@ class HeadInputs(NamedTuple):
     bias: Tensor | None
     """(V,)."""
 
+    @property
+    def heads(self) -> tuple[HeadInputs, ...]:
+        """What the logits are computed from."""
+        return (self,)
+
 
 class TopK(NamedTuple):
     """The k most likely tokens of a teacher at positions of one kind; all other tokens are one more class, the rest."""
@@ -301,6 +307,11 @@ class TopK(NamedTuple):
     """(N, k), at least fp32: the log-probabilities of these tokens at temperature 1."""
     rest: Mapping[float, Tensor]
     """Temperature t -> (N,): log Σ p^(1/t) over all other tokens, the log-mass of the rest beside log_probs / t."""
+
+    @property
+    def heads(self) -> tuple[HeadInputs, ...]:
+        """None: no logits are computed."""
+        return ()
 
     def at(self, here: slice | Tensor) -> TopK:
         return TopK(self.tokens[here], self.log_probs[here], {t: mass[here] for t, mass in self.rest.items()})
@@ -332,22 +343,35 @@ class OtherTokens(NamedTuple):
     shared: tuple[Tensor, Tensor]
     """The ids of the K tokens that both tokenizers know, (K,) in the student's and (K,) in the teacher's numbers."""
 
-
-class SeveralHeads(NamedTuple):
-    """What several teachers say of N positions: their distributions are averaged, or each position has its own."""
-
-    heads: tuple[HeadInputs, ...]
-    """Of each teacher its rows, all N of them, or those of its own positions."""
-    weights: tuple[float, ...] = ()
-    """Of each teacher its weight in the average, over 0; they add up to 1."""
-    average: Literal["probabilities", "log_probabilities"] = "probabilities"
-    """What is averaged; the average of log-probabilities is scaled to a distribution again."""
-    places: tuple[Tensor, ...] | None = None
-    """Of each teacher the positions that are its own, (n,) int64 in ascending order, on the CPU; together 0 to N - 1.
-    None if all positions are averaged."""
+    @property
+    def heads(self) -> tuple[HeadInputs, ...]:
+        """What the logits are computed from."""
+        return (self.head,)
 
 
-TeacherRows = HeadInputs | TopK | OtherTokens | SeveralHeads
+class JointRows(Protocol):
+    """Rows whose distributions follow from those of several heads; see `losses/several.py`."""
+
+    @property
+    def heads(self) -> tuple[HeadInputs, ...]:
+        """What the logits are computed from."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        ...
+
+    def cut(self, vocabulary: int | None) -> JointRows:
+        """The same with the first `vocabulary` tokens alone."""
+        ...
+
+    def logits_at(self, here: slice) -> Tensor:
+        """The logits of some rows, (n, V), at least fp32."""
+        ...
+
+
+TeacherRows = HeadInputs | TopK | OtherTokens | JointRows
 """What a teacher's distributions over tokens follow from, at positions of one kind."""
 
 

@@ -24,7 +24,7 @@ from llmdistill.files import check_writable
 from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
 from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node, local_ranks, split_launcher_flags
-from llmdistill.runtime.terminal import exit_code
+from llmdistill.runtime.terminal import command_block
 
 # All other modules are imported where they are used, so that --help and argument errors do not wait for torch, and a
 # dry run does not wait for DeepSpeed or the libraries of the reports.
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     script, *typed = sys.argv
-    return exit_code(lambda: run(typed, script=script) if arguments is None else run(arguments))
+    with command_block() as ending:
+        run(typed, script=script) if arguments is None else run(arguments)
+    return ending.code
 
 
 def run(arguments: Sequence[str], *, script: str | None = None) -> None:

@@ -49,7 +49,7 @@ def cache(arguments: Sequence[str]) -> None:
 
     quiet_transformers()
     plan = make_plans(config)[0]
-    teacher = config.teacher.others.get(settings.teacher, config.teacher)
+    teacher = config.teacher.everyone.get(settings.teacher, config.teacher)
     with process_group(needed=teacher.is_sharded) as world:
         data = plan.task.read_on_all(plan.models).prepared()
         record = make_cache(plan, data, settings, parsed.output)

@@ -64,8 +64,9 @@ def plan(arguments: Sequence[str]) -> None:
     resolved = resolve(config, "bf16" if machine.gpus else "fp32")
     if not resolved.trains:
         raise UserError(f"method {config.method} trains nothing, so there is nothing to plan: name another --method")
-    if resolved.source is not None:
-        raise UserError(resolved.source.unforecast(config.teacher))
+    obstacle = None if resolved.source is None else resolved.source.unforecast(config.teacher)
+    if obstacle is not None:
+        raise UserError(obstacle)
     counts = count_data(resolved) if parsed.count_data else None
     folder = Path("cache") if parsed.write is None else parsed.write / "cache"
     request = CacheAsked(folder=str(folder), settings=settings, counts=counts)
@@ -152,13 +153,11 @@ def count_data(plan: Plan) -> Counts | None:
 
 def notes(config: RunConfig) -> list[str]:
     """Return what a forecast leaves out of a run."""
-    left_out = {
-        "the assistants before the student (student.assistants)": bool(config.student.assistants),
-        "the teachers beside teacher.model (teacher.others)": bool(config.teacher.others),
-        "the student's own answers (data.on_policy)": config.data.on_policy > 0,
-        "the runs of the second stage (tasks)": bool(config.tasks.names),
-    }
-    return [f"{part} are not in the forecast" for part, is_used in left_out.items() if is_used]
+    from llmdistill.training.rules import NOT_FORECAST
+
+    stage = ["the runs of the second stage (tasks)"] if config.tasks.names else []
+    parts = [part for condition, part in NOT_FORECAST.items() if condition.of_config and condition.of_config(config)]
+    return [f"{part} are not in the forecast" for part in [*parts, *stage]]
 
 
 def launcher_words(machine: MachineConfig) -> list[str]:

@@ -36,8 +36,7 @@ class RunConfig:
     """Seed of the data order and of all random numbers in training."""
     method: str = field(
         default="makd",
-        metadata=COMMON
-        | replaces("also", "data.on_policy", "teacher.cache", "teacher.url", "teacher.top_k", by=("sft",)),
+        metadata=COMMON | replaces("also", by=("sft",)),
     )
     """The training method; its settings are under its name."""
     also: list[str] = field(default_factory=list)

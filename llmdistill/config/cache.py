@@ -22,7 +22,7 @@ class CacheConfig:
     """What runs the teacher. hf: the run's own teacher, on one or several ranks; vllm: vLLM, one process for all GPUs,
     which gives top_k at temperature 1 and nothing else; auto: vLLM if it is installed and can do it, else hf."""
     teacher: str = ""
-    """Of several teachers the one that is run, by its name in teacher.others. Default: teacher.model."""
+    """Of several teachers the name of the one that is run. Default: teacher.model."""
     micro_batch_size: int = field(default=8, metadata=at_least(1))
     """hf: examples per rank and forward pass of the teacher."""
     shard_tokens: int = field(default=65536, metadata=at_least(1))

@@ -14,12 +14,12 @@ from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
-from llmdistill.config.flags import actions, takes_list
+from llmdistill.config.flags import actions, takes_list, type_of
 from llmdistill.config.foreign import our_name
 from llmdistill.config.help import asked_help, help_of, hide_stubs
 from llmdistill.config.marks import VALUES, check_taken, settings_of
@@ -312,8 +312,22 @@ def _parse_values(parser: ArgumentParser, values: Mapping[str, Any], defaults: M
     check_keys(parser, values, prefix=prefix)
     for key, value in values.items():
         check_plain(value, f"{prefix}{key}")
+    free = {action.dest: get_args(type_of(action)) for action in actions(parser) if "dict[" in str(type_of(action))}
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        parent = next((name for name in free if key.startswith(f"{name}.")), None)
+        if parent is None:
+            given[key] = value
+            continue
+        # parse_object would make a section of these keys, where the setting is a mapping.
+        entry, _, rest = key.removeprefix(f"{parent}.").partition(".")
+        if rest and is_dataclass(free[parent][-1]):
+            value = {**given.get(parent, {}).get(entry, {}), rest: value}
+        elif rest:
+            entry = f"{entry}.{rest}"
+        given[parent] = {**given.get(parent, {}), entry: value}
     try:
-        return parser.parse_object({**defaults, **values})
+        return parser.parse_object({**defaults, **given})
     except _NOT_PARSED as error:
         raise UserError(f"{prefix}{one_sentence(str(error))}") from error
 

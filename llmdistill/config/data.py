@@ -16,6 +16,7 @@ from llmdistill.config.marks import (
     SHARE_OVER_0,
     at_least,
     each_once,
+    replaced_by,
     replaces,
     takes,
 )
@@ -23,6 +24,10 @@ from llmdistill.errors import check_name
 
 LIMITS = ("prompt", "max_prompt_length", "max_length", "long_prompts")
 """The fields of DataConfig that commands outside of a run take too: the prompt of instructions, and lengths."""
+NOT_OF_EXAMPLES = ("train", "valid", "tests", "on_policy", "rollout", "cache_dir", "pad_to_multiple_of")
+"""The fields of DataConfig that do not say how the rows of a file become examples."""
+STUDENT_WRITES = "data.on_policy"
+"""The setting by which the student writes answers during the training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +219,9 @@ class DataConfig:
     """Put several examples into one row of up to max_length tokens, where no example attends to another: nearly no
     padding, and the same results. A micro batch then holds train.micro_batch_size examples in fewer rows: raise that
     number until the memory is used. Only for decoders on instructions, and not with on_policy."""
-    on_policy: float = field(default=0.0, metadata=replaces("data.packing", unless=(None, 0)) | SHARE)
+    on_policy: float = field(
+        default=0.0, metadata=replaces("data.packing", unless=(None, 0)) | replaced_by("method", "sft") | SHARE
+    )
     """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1; for the methods
     kd and makd."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -260,16 +267,13 @@ class DataConfig:
         empty = next((key for key, reference in named.items() if reference == ""), None)
         if empty is not None:
             raise ValueError(f"data.{empty} is empty: name a data set, or leave the setting out")
-        if self.kind != "instructions":
-            self._check_kind()
-        elif not 0 < self.max_prompt_length < self.max_length:
-            raise ValueError(
-                f"data.max_prompt_length is {self.max_prompt_length} and data.max_length {self.max_length}: "
-                "the prompt's limit must be positive and leave room for an answer"
-            )
-
-    def _check_kind(self) -> None:
-        """Raise a ValueError for settings that do not fit another kind of data than instructions."""
+        if self.kind == "instructions":
+            if not 0 < self.max_prompt_length < self.max_length:
+                raise ValueError(
+                    f"data.max_prompt_length is {self.max_prompt_length} and data.max_length {self.max_length}: "
+                    "the prompt's limit must be positive and leave room for an answer"
+                )
+            return
         if self.kind == "task" and self.task.name is None:
             raise ValueError("data.kind is task, but data.task.name is missing: name a task, such as rte")
         if self.kind == "task" and (self.train != DataConfig.train or self.valid is not None):
@@ -280,3 +284,9 @@ class DataConfig:
         if self.kind != "task" and self.train.startswith("embedded:"):
             what = "text" if self.kind == "text" else "file"
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is {self.kind}: name a {what}")
+
+    @property
+    def written_while_training(self) -> str | None:
+        """Says that a model writes answers during the training; None if all answers are given."""
+        share = self.on_policy
+        return f"data.on_policy {share:g} has the student write some of the answers" if share > 0 else None

@@ -66,6 +66,14 @@ def replaces(*keys: str, by: Collection[Any] | None = None, unless: Collection[A
     return {keys: lambda value: value not in unless if by is None else value in by}
 
 
+REPLACED_BY = "replaced by"
+
+
+def replaced_by(key: str, *values: Any) -> dict[Any, Any]:
+    """Mark a setting that these values of another setting set back to its default, as `replaces` does from there."""
+    return {REPLACED_BY: {key: values}}
+
+
 def settings_of(config: type[Any], prefix: str = "") -> dict[str, Field[Any]]:
     """Return every field by its dotted key, in their order, each section before what is in it."""
     by_key, kinds = dict[str, Field[Any]](), get_type_hints(config)

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from llmdistill.config.marks import REPLACED_BY
 from llmdistill.config.strict import TwiceError, UniqueKeys
 from llmdistill.errors import UserError
 
@@ -43,6 +44,11 @@ def taken_back(
         for others, gives_way in () if setting is None else setting.metadata.items():
             if isinstance(others, tuple) and gives_way(value):
                 back |= {other: _default_value(settings[other]) for other in others}
+        back |= {
+            other: _default_value(field)
+            for other, field in settings.items()
+            if value in field.metadata.get(REPLACED_BY, {}).get(key, ())
+        }
     # Without a weighting, calibration data have no use unless `important` chooses parts of a student by them.
     chosen = {**below, **layer}
     measures = "important" in (chosen.get("student.init"), chosen.get("student.layers"))

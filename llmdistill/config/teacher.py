@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from llmdistill.config.marks import ADDRESS, COMMON, FREE, OVER_0, PATIENCE, VALUES, at_least, replaces
-from llmdistill.errors import FieldError, check_name
+from llmdistill.config.marks import ADDRESS, COMMON, FREE, OVER_0, PATIENCE, VALUES, at_least, replaced_by, replaces
+from llmdistill.config.strict import did_you_mean
+from llmdistill.errors import FieldError, UserError, check_name
 
 _NO_SERVER = replaces("teacher.url", "teacher.top_k")
+_LABELS_ALONE = replaced_by("method", "sft")
 _OTHER_TEACHERS = replaces("teacher.cache") | _NO_SERVER
 
 
@@ -31,7 +34,7 @@ class OneTeacher:
     zero: dict[str, Any] = field(default_factory=dict, metadata=FREE)
     """Settings of zero_optimization for a sharded teacher, as DeepSpeed names them, such as
     {stage3_prefetch_bucket_size: 100000000, offload_param: {device: cpu}}. The stage is 3."""
-    cache: str | None = field(default=None, metadata=_NO_SERVER)
+    cache: str | None = field(default=None, metadata=_NO_SERVER | _LABELS_ALONE)
     """Folder with the outputs of the teacher for every training example, made by `llmdistill cache`: they are read from
     there, the teacher is not scored, and its weights are read only where the student is made from them. Default: the
     teacher runs in every step."""
@@ -55,20 +58,22 @@ class TeacherConfig(OneTeacher):
     """The model to learn from. It runs in evaluation mode and without gradients."""
 
     model: str | None = field(default="embedded:teacher", metadata=COMMON | _OTHER_TEACHERS)
-    url: str | None = field(default=None, metadata=FREE | replaces("teacher.cache") | ADDRESS)
+    url: str | None = field(default=None, metadata=FREE | replaces("teacher.cache") | _LABELS_ALONE | ADDRESS)
     """Address of a server that runs the teacher, such as http://localhost:8000: it speaks OpenAI's protocol, gives the
     log-probabilities of a prompt as vLLM does, and has the model under the name in teacher.model. Of that model only
     the configuration and the tokenizer are read here, and its weights where the student is made from them; it is not
     scored."""
-    top_k: int | None = field(default=None, metadata=replaces("teacher.cache") | at_least(1))
+    top_k: int | None = field(default=None, metadata=replaces("teacher.cache") | _LABELS_ALONE | at_least(1))
     """Number of most likely tokens that the server of teacher.url is asked for, beside which all others are one more
     class; the server must allow so many (vLLM: --max-logprobs)."""
     wait: float = field(default=60.0, metadata=FREE | PATIENCE)
     """Seconds without any answer of teacher.url after which the training saves its last step and ends; until then every
     request that failed is repeated."""
-    source: str | None = field(default=None, metadata=replaces("teacher.cache") | _NO_SERVER)
+    source: str | None = field(default=None, metadata=replaces("teacher.cache", "teacher.settings") | _NO_SERVER)
     """Name of the entry point in llmdistill.teachers by which an installed package gives the teacher's outputs; of
     teacher.model no more is read than with a server."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of teacher.source, which its package defines."""
     others: dict[str, OneTeacher] = field(default_factory=dict, metadata={VALUES: OneTeacher})
     """More teachers by name, with the student's tokens, such as {people: {model: DIR, weight: 2}}; each has its own
     model, dtype, sharding, zero, cache and weight. The student is made from teacher.model, and the table scores only
@@ -89,9 +94,50 @@ class TeacherConfig(OneTeacher):
         taken = [key for key in ("cache", "url") if getattr(self, key) is not None] + ["others"] * bool(self.others)
         if self.source is not None and taken:
             raise FieldError(f"source is {self.source}, but there is teacher.{taken[0]} too: leave one of them out")
-        if self.average == "rows" and not self.others:
+        if self.settings and self.source is None:
+            raise FieldError("settings are those of teacher.source: name it too")
+        if self.by_rows and not self.others:
             raise FieldError("average is rows, but there is one teacher: name the others in teacher.others")
         for name, other in self.others.items():
             check_name(name, "teacher.others")
             if other.model is None:
                 raise FieldError(f"others.{name} has no model: give it as teacher.others.{name}.model")
+
+    @property
+    def everyone(self) -> dict[str, OneTeacher]:
+        """`teacher.model` under the name "", and the others."""
+        return {"": self, **self.others}
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row of the training set has one teacher."""
+        return self.average == "rows"
+
+    def replicated(self) -> TeacherConfig:
+        """Return the same teachers, whole on every rank."""
+        others = {name: replace(other, sharding="replicated", zero={}) for name, other in self.others.items()}
+        return replace(self, others=others, sharding="replicated", zero={})
+
+    def check_names(self, named: Collection[str], source: str) -> None:
+        """Raise a UserError unless the rows of a training set name these teachers alone, and each of them."""
+        for name in sorted({*named} - self.everyone.keys()):
+            raise UserError(
+                f"{source}: a row has the teacher {name!r}, which is not in teacher.others "
+                f"({', '.join(self.others)}){did_you_mean(name, self.others)}"
+            )
+        for name in sorted(self.others.keys() - {*named}):
+            raise UserError(
+                f"{source}: teacher.average is rows, but no row has the key teacher with the value {name!r}: name it "
+                "in the rows that it shall teach, or leave it out of teacher.others"
+            )
+
+
+def key_of(name: str) -> str:
+    """Return where the settings of a teacher are, by its name in `TeacherConfig.everyone`."""
+    return f"teacher.others.{name}" if name else "teacher"
+
+
+def others_of(teacher: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the key and the settings of each further teacher, from the plain values of a TeacherConfig."""
+    for name, other in teacher.get("others", {}).items():
+        yield key_of(name), other

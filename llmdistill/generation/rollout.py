@@ -84,7 +84,7 @@ class OnPolicyLoader:
             batches.append(
                 replace(
                     collate(answered, self.pad_token_id),
-                    own_answers=True,
+                    has_sampled_labels=True,
                     written_log_probs=log_probs if len(log_probs) else None,
                 )
             )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmdistill.batch import HeadInputs, OtherTokens, SeveralHeads, TeacherRows, TopK
-from llmdistill.losses.head import cut
+from llmdistill.batch import HeadInputs, OtherTokens, TeacherRows, TopK
 from llmdistill.losses.other_tokens import exact_logits
-from llmdistill.losses.several import averaged_logits
 
 _CHUNK = 256
 """Rows whose logits are in memory at a time."""
@@ -20,12 +18,11 @@ def top_tokens(teacher: TeacherRows, k: int, vocabulary: int | None) -> Tensor |
         return teacher.tokens[:, :k] if teacher.tokens.shape[1] >= k else None
     if isinstance(teacher, OtherTokens):
         return None
-    if isinstance(teacher, SeveralHeads):
-        teacher = teacher._replace(heads=tuple(cut(head, vocabulary) for head in teacher.heads))
-        size = len(teacher.heads[0].rows) if teacher.places is None else sum(map(len, teacher.places))
-        parts = [averaged_logits(teacher, slice(start, start + _CHUNK)) for start in range(0, size, _CHUNK)]
-    else:
+    if isinstance(teacher, HeadInputs):
         parts = [exact_logits(teacher, here) for here in _split_rows(teacher)]
+    else:
+        rows = teacher.cut(vocabulary)
+        parts = [rows.logits_at(slice(start, start + _CHUNK)) for start in range(0, rows.num_rows, _CHUNK)]
     return torch.cat([part_nV[:, :vocabulary].topk(k).indices for part_nV in parts])
 
 

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmdistill.batch import HeadInputs, OtherTokens, SeveralHeads, TeacherRows, TopK
+from llmdistill.batch import HeadInputs, OtherTokens, TeacherRows, TopK
 from llmdistill.losses.fused.head_chunk import chunk_losses
 from llmdistill.losses.other_tokens import SpanRows
-from llmdistill.losses.several import averaged_logits
 from llmdistill.losses.terms import TokenTerm
 
 _CPU_CHUNK = 256
@@ -91,14 +90,13 @@ def token_losses(
             teacher_head = cut(teacher, vocabulary)
             buffer = teacher_head.rows.new_empty(half, _vocabulary_size(teacher_head))
             teacher_at = partial(_compute_logits, teacher_head, buffer=buffer)
-        elif isinstance(teacher, SeveralHeads):
-            heads = tuple(cut(teacher_head, vocabulary) for teacher_head in teacher.heads)
-            teacher_at = partial(averaged_logits, teacher._replace(heads=heads))
         elif isinstance(teacher, OtherTokens):
             other_tokens = teacher._replace(head=cut(teacher.head, None))
             teacher_at = SpanRows.of(head, other_tokens, labels_N, terms, exact).at
-        elif teacher is not None:
+        elif isinstance(teacher, TopK):
             teacher_at = teacher.at
+        elif teacher is not None:
+            teacher_at = teacher.cut(vocabulary).logits_at
         factors = factors.to(device=head.rows.device, dtype=exact)
         inner_factors, unit = factors, None
         if dtype == torch.float16:

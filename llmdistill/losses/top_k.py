@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import TopK
+from llmdistill.errors import UserError
 
 
 def most_likely(logits_NV: Tensor, k: int, temperatures: Sequence[float]) -> TopK:
@@ -35,7 +36,13 @@ def most_likely(logits_NV: Tensor, k: int, temperatures: Sequence[float]) -> Top
 
 def softened(teacher: TopK, temperature: float) -> Tensor:
     """Return the teacher's log-probabilities at a temperature of `TopK.rest`, (N, k + 1); the rest comes last."""
-    rest_N = teacher.rest[temperature]
+    rest_N = teacher.rest.get(temperature)
+    if rest_N is None:
+        known = ", ".join(f"{each:g}" for each in teacher.rest)
+        raise UserError(
+            f"a term compares at temperature {temperature:g}, and the teacher gives the mass of its less likely tokens "
+            f"at {known}: take such a temperature, or a teacher that gives its whole distributions"
+        )
     return torch.cat([teacher.log_probs / temperature, rest_N[:, None]], dim=1).log_softmax(-1)
 
 

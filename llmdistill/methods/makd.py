@@ -116,7 +116,7 @@ MAKD = MethodEntry(
     settings=MakdConfig,
     build=build_makd,
     uses_output=True,
-    on_policy=True,
+    judges_samples=True,
     grid={"makd.logits": [1.0, 10.0]},
     presets={"makd_minilm": Preset(label="MaKD + MiniLM", settings={"also": ["minilm"]})},
 )

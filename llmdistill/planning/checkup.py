@@ -7,8 +7,6 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,11 +26,12 @@ from llmdistill.step.loss_check import check_models
 from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher, live_models
 from llmdistill.tasks.base import TaskData
+from llmdistill.teachers.live import TeacherOnDemand
+from llmdistill.teachers.source import TeacherRun
 from llmdistill.training.assemble import load_student, prepare_student, share_of
 from llmdistill.training.callbacks.uneven_terms import alone, uneven_terms
 from llmdistill.training.plan import Plan, make_plans
 from llmdistill.training.resolved import RunModels
-from llmdistill.training.teachers import make_teacher, run_teacher
 
 _SAME = 1e-2
 """The largest gradient of a term with the teacher as its own student, as a share of that with the student."""
@@ -61,11 +60,9 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
     layers = None if student.layers == "important" else student.layers
     init = "slice" if student.init == "important" else student.init
     micro_batch_size = max(number for number in range(1, 9) if size % number == 0)
-    unsharded: dict[str, Any] = {"sharding": "replicated", "zero": {}}
-    others = {name: replace(other, **unsharded) for name, other in config.teacher.others.items()}
     quick = replace(
         config,
-        teacher=replace(config.teacher, others=others, **unsharded),
+        teacher=config.teacher.replicated(),
         student=replace(student, factorize=plain, init=init, layers=layers),
         train=replace(config.train, micro_batch_size=micro_batch_size),
     )
@@ -88,21 +85,25 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
     world = World.current()
     batch = data.loader(share_of(plan)).micro_batches(0)[0]
     batch = batch.with_label_rows(shift=plan.method.shift).to(world.device)
-    teacher = cache(lambda: make_teacher(plan))
+    teacher = TeacherOnDemand(plan)
     student = load_student(plan, prepare_student(plan, teacher, data), plan.models.dtype)
     student.to(world.device)  # type: ignore[arg-type]
     adapt(student, plan.config.student, plan.config.seed)
     model: PreTrainedModel | None = None
     live_teacher: Teacher | None = None
     vocabulary = plan.models.vocabulary
-    if plan.source is not None:
-        yield Finding("ok", *plan.source.check_there(plan))
-        live_teacher = run_teacher(plan.source.build(plan), plan, data)
-    elif plan.method.needs_teacher:
-        model = teacher().model
-        if not plan.models.translates:
-            yield above_chance(plan.models, model, batch)
-        live_teacher = run_teacher(tap_teacher(plan.method, model, vocabulary=vocabulary), plan, data)
+    # The teacher itself, without a cache; compiling it would take longer than this one batch.
+    teacher_settings, train = replace(plan.config.teacher, cache=None), replace(plan.config.train, compile=False)
+    plain = replace(plan, config=replace(plan.config, teacher=teacher_settings, train=train))
+    if plain.source is not None:
+        state = plain.source.check_there(plan)
+        if state is not None:
+            yield Finding("ok", *state)
+        if plain.source.runs_here:
+            model = teacher().model
+            if not plan.models.translates:
+                yield above_chance(plan.models, model, batch)
+        live_teacher = plain.source.build(TeacherRun(plain, data, teacher))
     dry = term_sizes(plan.method, live_teacher, student, batch, vocabulary=vocabulary)
     if model is not None and not plan.models.translates:
         yield own_student(plan, model, batch, dry)

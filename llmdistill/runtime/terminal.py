@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmdistill.errors import RankError, Stopped, UserError
@@ -22,28 +23,37 @@ from llmdistill.runtime import signals
 from llmdistill.runtime.launch import launched_ranks
 
 
-def exit_code(job: Callable[[], None]) -> int:
-    """Run a job and return its exit code: 0, or 2 for a UserError, whose message goes to stderr.
+@dataclass
+class Ending:
+    """How a command ended."""
+
+    code: int = 0
+
+
+@contextmanager
+def command_block() -> Iterator[Ending]:
+    """Run a command in this block and set its exit code: 0, or 2 for a UserError, whose message goes to stderr.
 
     SIGTERM and SIGINT end it with 143 and 130, a training after the step that it is doing (see `signals`).
 
-    On one of several ranks that have joined a process group a failed job ends the process here, and the launcher then
+    On one of several ranks that have joined a process group a failure ends the process here, and the launcher then
     ends the other ranks. Leaving the group first would wait for them, and they wait for this rank.
 
-    torch must not be loaded before this call, because it reads the setting for waiting threads when it is loaded.
+    torch must not be loaded before this block, because it reads the setting for waiting threads when it is loaded.
     """
     # Waiting threads that spin for a long time make a run on busy cores several times slower; threads that sleep
     # immediately make the small operations of a loss twice as slow on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which misses a GPU in several lines
         logging.getLogger(name).setLevel(logging.ERROR)
+    ending, has_begun = Ending(), False
     try:
         with exit_on_closed_pipe(), signals.handling(), Activity("Working"):
-            launched_ranks()  # sets the variables of a rank in a task of srun, before the job reads them
+            launched_ranks()  # sets the variables of a rank in a task of srun, before the command reads them
             try:
                 set_level()
-                job()
-                return 0
+                has_begun = True
+                yield ending
             except BrokenPipeError:
                 raise  # of stdout, see `exit_on_closed_pipe`
             except (Stopped, Exception) as error:
@@ -51,9 +61,18 @@ def exit_code(job: Callable[[], None]) -> int:
                 has_sentence = isinstance(failure, Stopped | UserError) or _out_of_memory(failure) is not None
                 if launched_ranks() == 1 and not has_sentence:
                     raise
-            return _report_failure(failure)
-    except Stopped as stopped:  # by a signal before the job began or after it had ended
-        return _report_failure(stopped)
+                ending.code = _report_failure(failure)
+    except Stopped as stopped:  # by a signal before the command began or after it had ended
+        ending.code = _report_failure(stopped)
+        if not has_begun:  # a context manager cannot skip its block
+            raise SystemExit(ending.code) from None
+
+
+def exit_code(job: Callable[[], None]) -> int:
+    """Run a job in `command_block` and return its exit code."""
+    with command_block() as ending:
+        job()
+    return ending.code
 
 
 def _report_failure(failure: BaseException) -> int:

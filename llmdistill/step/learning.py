@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmdistill.batch import Batch, HeadInputs, LossSum, OtherTokens, Positions, SeveralHeads, Taps, TeacherRows
+from llmdistill.batch import Batch, HeadInputs, LossSum, Positions, Taps
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import BoundTerms, LayerTerm, Tap, add_losses
 from llmdistill.models.sharded import gathered
@@ -81,7 +81,7 @@ class HeadLosses:
             )
             teacher = None if self._terms.teacher is None else self._terms.teacher.lm_head.get(place)
             with ExitStack() as gathered_heads, without_autocast(labels_N.device):
-                for teacher_head in _list_heads(teacher):
+                for teacher_head in () if teacher is None else teacher.heads:
                     gathered_heads.enter_context(gathered(teacher_head.weight, teacher_head.bias))
                 losses = token_losses(rows, teacher, labels_N, terms, factors, vocabulary=self._vocabulary)
             self.sums |= {
@@ -89,13 +89,6 @@ class HeadLosses:
             }
             totals.append(losses.total)
         return torch.stack(totals).sum()
-
-
-def _list_heads(teacher: TeacherRows | None) -> tuple[HeadInputs, ...]:
-    if isinstance(teacher, SeveralHeads):
-        return teacher.heads
-    head = teacher.head if isinstance(teacher, OtherTokens) else teacher
-    return (head,) if isinstance(head, HeadInputs) else ()
 
 
 def split_by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:

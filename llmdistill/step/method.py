@@ -118,9 +118,9 @@ class Method(Terms):
         assert teacher is not None or not self.needs_teacher, "only the labels' terms need no teacher"
         token_terms: list[losses.TokenTerm] = []
         for term in self.token_terms:
-            if term.divergence is None and batch.own_answers:
+            if term.divergence is None and batch.has_sampled_labels:
                 continue  # tokens that the student generated itself are no labels
-            if term.divergence is not None and term.divergence.of_labels and not batch.own_answers:
+            if term.divergence is not None and term.divergence.of_labels and not batch.has_sampled_labels:
                 # The data's answers are no samples of the student, so the reverse KL must sum over the vocabulary.
                 term = replace(term, divergence=losses.REVERSE_KL)
             token_terms.append(term)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmdistill.config import RunConfig
-from llmdistill.config.data import LIMITS
+from llmdistill.config.data import LIMITS, STUDENT_WRITES
 from llmdistill.data.sources import kind_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -326,7 +326,7 @@ class MethodStudy(Study):
                 "decoder, a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
             )
         for variant in self.trained():
-            if variant.method.teacher_writes or "data.on_policy" in {**variant.settings, **variant.grid}:
+            if variant.method.teacher_writes or STUDENT_WRITES in {**variant.settings, **variant.grid}:
                 raise UserError(
                     f"{variant.name} learns from answers that a model writes to instructions, but data.kind is text: "
                     "give --methods without it"

@@ -10,16 +10,23 @@ from llmdistill.tasks.base import TaskData
 from llmdistill.training import assemble
 from llmdistill.training.cache import check_cache
 from llmdistill.training.calibration import check_calibration
-from llmdistill.training.job import execute, run_plan
+from llmdistill.training.job import MakeCallback, execute, run_plan
 from llmdistill.training.plan import Plan, make_plan, searched_by
 from llmdistill.training.run_folder import claim_folder
 
 
-def distill_plans(plans: Sequence[Plan], data: TaskData, *, then: Callable[[], None] | None = None) -> None:
+def distill_plans(
+    plans: Sequence[Plan],
+    data: TaskData,
+    *,
+    then: Callable[[], None] | None = None,
+    callbacks: Sequence[MakeCallback] = (),
+) -> None:
     """Execute the runs of a configuration in an existing process group; every rank must call this function.
 
     Finished runs are not repeated. `then` is called after the runs, while the folder is claimed, such as for the second
-    stage on tasks. Raises UserError for bad input, a folder of another run, or a loss that is not finite.
+    stage on tasks; `callbacks` are further ones of the run itself. Raises UserError for bad input, a folder of another
+    run, or a loss that is not finite.
     """
     for plan in plans:
         assemble.check_machine(plan)
@@ -40,6 +47,6 @@ def distill_plans(plans: Sequence[Plan], data: TaskData, *, then: Callable[[], N
             search = LayerSearch(folder=last.folder / "layer-search", plan=last, name=searching)
             chosen = search.conduct(lambda part: run_plan(part, data.of(part.models)))
             last = make_plan(last.config.with_settings(searching, teacher_layer=chosen), last.before)
-        execute(last, data.of(last.models))
+        execute(last, data.of(last.models), callbacks)
         if then is not None:
             then()

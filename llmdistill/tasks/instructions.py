@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import GenerationConfig
-from llmdistill.config.strict import did_you_mean
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.exchange import ALONE, Exchange
@@ -53,8 +52,7 @@ class Instructions(Task):
     def changing_examples(self, *, causal: bool) -> str | None:
         if self.config.data.streaming:
             return "data.streaming reads the examples while it trains"
-        share = self.config.data.on_policy
-        return f"data.on_policy {share:g} has the student write some of the answers" if share > 0 else None
+        return self.config.data.written_while_training
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         if not is_causal(config):
@@ -131,18 +129,8 @@ class InstructionData(TaskData):
             report = "streamed while training"
         elif self.task.trains:
             train, mixture, report = self._open_training_set()
-            if teacher.average == "rows" and not self.task.teacher_writes:  # the answers of SeqKD name no teacher
-                named = set(train.distinct("teacher"))
-                for name in sorted(named - {"", *teacher.others}):
-                    raise UserError(
-                        f"data.train {settings.train}: a row has the teacher {name!r}, which is not in teacher.others "
-                        f"({', '.join(teacher.others)}){did_you_mean(name, teacher.others)}"
-                    )
-                for name in sorted({*teacher.others} - named):
-                    raise UserError(
-                        f"data.train {settings.train}: teacher.average is rows, but no row has the key teacher with the"
-                        f" value {name!r}: name it in the rows that it shall teach, or leave it out of teacher.others"
-                    )
+            if teacher.by_rows and not self.task.teacher_writes:  # the answers of SeqKD name no teacher
+                teacher.check_names(set(train.distinct("teacher")), f"data.train {settings.train}")
         return replace(
             self,
             train=train,
@@ -230,7 +218,7 @@ class InstructionData(TaskData):
             before_ours, before_theirs = parts_before(our), parts_before(their)
             if len(before_ours) == len(before_theirs):  # else the teacher reads the student's text as it is
                 prompts |= dict(zip(before_ours, before_theirs.values(), strict=True))
-            if self.task.config.data.on_policy > 0 or len(before_ours) == 1:
+            if self.task.config.data.written_while_training or len(before_ours) == 1:
                 prompts[sample_id(our.last_prompt)] = their.last_prompt
         return prompts
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from llmdistill.batch import Batch, Outputs, Positions
+from llmdistill.config.teacher import TeacherConfig
 from llmdistill.errors import UserError
+from llmdistill.runtime.distributed import World
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.teachers.rows import Request, place_of, to_outputs
+from llmdistill.teachers.source import ModelSource, TeacherRun
 
 
 class CachedTeacher(Teacher):
@@ -60,3 +65,19 @@ class CachedTeacher(Teacher):
 
         head, scaling = self._head, self._folder.scaling
         return to_outputs(read, batch, self._request, top_k=self._top_k, head=head, scaling=scaling)
+
+
+@dataclass(frozen=True)
+class CachedSource(ModelSource):
+    """Reads the cache of a teacher."""
+
+    name: str = ""
+    """One of the run's teachers."""
+
+    def build(self, run: TeacherRun) -> CachedTeacher:
+        method, folder = run.plan.method, run.plan.models.teachers[self.name].settings.cache
+        device = World.current().device
+        return CachedTeacher(CacheFolder(Path(str(folder))), Request.of(method), shift=method.shift, device=device)
+
+    def describe(self, teacher: TeacherConfig) -> str:
+        return f", read from {teacher.cache}; it is not scored"

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
 
+from llmdistill.models.adapters import is_adapter
 from llmdistill.models.heads import HeadName
-from llmdistill.models.load import load_model
+from llmdistill.models.load import load_model, merge_adapter
 from llmdistill.models.sharded import keep_gathered
 from llmdistill.models.sharded_load import Sharding, load_sharded
-from llmdistill.runtime.distributed import World, node_group, node_ranks
+from llmdistill.runtime.distributed import World, exists_on_main, node_group, node_ranks, on_main, wait_until_visible
 from llmdistill.runtime.ds_config import NO_TIMERS
+from llmdistill.step.forward import TappedModel
 from llmdistill.step.lm_head import lm_head_parameters
-
-
-@dataclass(frozen=True)
-class LiveTeacher:
-    """A loaded teacher."""
-
-    model: PreTrainedModel
-    forward: Callable[..., Any]
-    """The forward pass to call: the model itself, or the DeepSpeed engine that gathers the model's shards."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether a forward pass needs every rank."""
-        return self.forward is not self.model
+from llmdistill.step.tap_models import tap_teacher
+from llmdistill.teachers.source import LiveTeacher, ModelSource, TeacherPlan, TeacherRun
 
 
 def load_teacher(
@@ -68,3 +57,63 @@ def load_teacher(
     engine.eval()
     keep_gathered(lm_head_parameters(engine.module))
     return LiveTeacher(engine.module, engine)
+
+
+def make_teacher(plan: TeacherPlan, *, head: HeadName | None = None, name: str = "") -> LiveTeacher:
+    """Load a teacher of a run, by default with the head that the run needs; `name` is one of others."""
+    head = plan.models.teacher_head if head is None else head
+    teacher = plan.models.teachers[name]
+    path, settings = teacher.path, teacher.settings
+    if settings.is_sharded and is_adapter(path):
+        # A rank has only a shard of the base model, so rank 0 merges an adapter first.
+        merged = plan.folder / (f"teacher-{name}" if name else "teacher")
+        if not exists_on_main(merged / "config.json"):
+            on_main(lambda: merge_adapter(path, merged))
+            wait_until_visible(merged / "config.json")
+        path = merged
+    return load_teacher(str(path), dtype=teacher.dtype, sharding=settings.sharding, zero=settings.zero, head=head)
+
+
+class TeacherOnDemand:
+    """The teachers of a run: `teacher.model` is loaded when it is first called and stays until `release`.
+
+    A run that is already trained and scored never loads it.
+    """
+
+    def __init__(self, plan: TeacherPlan) -> None:
+        """Load nothing yet."""
+        self._plan = plan
+        self._loaded: LiveTeacher | None = None
+
+    def __call__(self, name: str = "") -> LiveTeacher:
+        """Return a loaded teacher; every rank must call it."""
+        if name:  # only the steps run it, and they keep it
+            return make_teacher(self._plan, name=name)
+        self._loaded = self._loaded or make_teacher(self._plan)
+        return self._loaded
+
+    def release(self) -> None:
+        """Give its memory back; a later call would load it again."""
+        self._loaded = None
+
+
+@dataclass(frozen=True)
+class LiveSource(ModelSource):
+    """Runs a model in the steps."""
+
+    name: str = ""
+    """One of the run's teachers."""
+
+    @property
+    def runs_here(self) -> bool:
+        return True
+
+    def build(self, run: TeacherRun) -> TappedModel:
+        teacher, plan = run.load(self.name), run.plan
+        return tap_teacher(
+            plan.method,
+            teacher.model,
+            forward=teacher.forward,
+            vocabulary=plan.models.vocabulary,
+            compiled=plan.config.train.compile,
+        )

@@ -6,7 +6,7 @@ likely tokens in the place of each token of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -15,10 +15,16 @@ from typing import Any
 import torch
 
 from llmdistill.batch import Batch, Outputs, Positions, Taps, TopK
+from llmdistill.config.cache import CacheConfig
+from llmdistill.config.teacher import TeacherConfig
 from llmdistill.errors import UserError
 from llmdistill.generation.model_server import ModelServer
 from llmdistill.generation.vllm_engine import to_top_k
+from llmdistill.models.families import max_positions
+from llmdistill.runtime.distributed import World, on_main
 from llmdistill.step.teacher import AskedTeacher
+from llmdistill.teachers.rows import Request
+from llmdistill.teachers.source import TeacherPlan, TeacherRun, TeacherSource
 
 _REQUESTS = 16
 """Requests that a rank has under way at the same time."""
@@ -144,3 +150,74 @@ class RemoteTeacher(AskedTeacher):
         # The answers are those at all real tokens, in their order.
         here = {place: torch.searchsorted(batch.rows_at("tokens"), batch.rows_at(place)) for place in lm_head}
         return Outputs(logits=None, taps=Taps(), lm_head={place: top.at(rows) for place, rows in here.items()})
+
+
+class ServerSource(TeacherSource):
+    """Asks a server for the most likely tokens of the teacher."""
+
+    def build(self, run: TeacherRun) -> RemoteTeacher:
+        return RemoteTeacher(self.client(run.plan), device=World.current().device)
+
+    def client(self, plan: TeacherPlan) -> TeacherServer:
+        """Return the client of the server."""
+        teacher, vocabulary = plan.config.teacher, plan.models.compared_tokens
+        assert teacher.url is not None
+        assert teacher.model is not None
+        assert teacher.top_k is not None
+        return TeacherServer(teacher.url, teacher.model, k=teacher.top_k, vocabulary=vocabulary, wait=teacher.wait)
+
+    def describe(self, teacher: TeacherConfig) -> str:
+        return f", asked at {teacher.url}; it is not scored"
+
+    def check_plan(self, plan: TeacherPlan) -> None:
+        teacher, tokens = plan.config.teacher, plan.models.compared_tokens
+        obstacle = number_beyond_vllm(plan, remedy="train with the teacher itself (teacher.url and teacher.top_k null)")
+        if obstacle is not None:
+            raise UserError(f"teacher.url {teacher.url}: {obstacle}")
+        if teacher.top_k is not None and teacher.top_k >= tokens:
+            raise UserError(
+                f"teacher.top_k is {teacher.top_k}, but teacher and student share {tokens} tokens: give less"
+            )
+
+    def check_there(self, plan: TeacherPlan) -> tuple[str, str]:
+        self.client(plan).check(plan.config.data.max_length)
+        return "teacher.url", "the server has the model, and gives its log-probabilities"
+
+    def unforecast(self, teacher: TeacherConfig) -> str:
+        return (
+            f"teacher.url is {teacher.url}, and what a server costs is not forecast: leave teacher.url and "
+            "teacher.top_k out"
+        )
+
+    def cache_settings(self, plan: TeacherPlan, settings: CacheConfig) -> CacheConfig:
+        top_k = plan.config.teacher.top_k  # the server's answers fill the cache
+        assert top_k is not None
+        if settings.engine != "auto" or settings.kept_top_k not in (None, top_k):
+            raise UserError(
+                f"teacher.url {plan.config.teacher.url} fills a cache with the {top_k} most likely tokens of "
+                "teacher.top_k: leave --cache.engine, --cache.content and --cache.top_k out"
+            )
+        on_main(lambda: self.check_there(plan))
+        return replace(settings, content="top_k", top_k=top_k, engine="vllm")
+
+    def scorer(self, plan: TeacherPlan) -> Callable[..., Any]:
+        return self.client(plan).score
+
+
+def number_beyond_vllm(plan: TeacherPlan, *, remedy: str) -> str | None:
+    """Why vLLM's log-probabilities are not those that a run compares, by a number; None if they are."""
+    temperatures, length = Request.of(plan.method).temperatures, plan.config.data.max_length
+    if temperatures != (1.0,):
+        asked = ", ".join(f"{temperature:g}" for temperature in temperatures)
+        return f"the mass of the rest at temperature {asked} does not follow from vLLM's answers; {remedy}"
+    if plan.models.compared_tokens != plan.models.teacher.vocab_size:
+        return (
+            f"vLLM compares all {plan.models.teacher.vocab_size} tokens of the teacher, of which the student has "
+            f"{plan.models.compared_tokens}; {remedy}"
+        )
+    if max_positions(plan.models.teacher, length + 1) <= length:
+        return (
+            f"vLLM generates a token after the {length} of data.max_length, and the teacher has no position for it; "
+            f"{remedy}, or a smaller data.max_length"
+        )
+    return None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from llmdistill.batch import Batch, HeadInputs, Outputs, Positions, SeveralHeads, Taps
+from llmdistill.batch import Batch, HeadInputs, Outputs, Positions, Taps
+from llmdistill.config.teacher import TeacherConfig
 from llmdistill.errors import UserError
+from llmdistill.losses.several import SeveralHeads
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.teacher import Teacher
+from llmdistill.teachers.source import ModelSource, TaughtData, TeacherPlan, TeacherRun, TeacherSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +86,51 @@ def _head(found: Mapping[Positions, object], place: Positions) -> HeadInputs:
     head = found[place]
     assert isinstance(head, HeadInputs), "several teachers give their whole distributions"
     return head
+
+
+@dataclass(frozen=True)
+class SeveralSource(ModelSource):
+    """Joins sources of one teacher."""
+
+    parts: Mapping[str, TeacherSource]
+    """By name; "" is that of `teacher.model`."""
+
+    @property
+    def needs_whole(self) -> bool:
+        return True
+
+    @property
+    def runs_here(self) -> bool:
+        return self.parts[""].runs_here
+
+    def build(self, run: TeacherRun) -> Teacher:
+        config = run.plan.config.teacher
+        teachers = {name: part.build(run) for name, part in self.parts.items()}
+        if config.average == "rows":
+            sharded = {name for name, part in self.parts.items() if part.runs_here and config.everyone[name].is_sharded}
+            return TeachersOfRows(teachers=teachers, together=frozenset(sharded))
+        weights = [config.everyone[name].weight for name in teachers]
+        return AveragedTeachers(teachers=teachers, weights=weights, average=config.average)
+
+    def describe(self, teacher: TeacherConfig) -> str:
+        text = self.parts[""].describe(teacher)
+        for name, other in teacher.others.items():
+            part = f"for the rows of {name}" if teacher.by_rows else f"weight {other.weight:g}"
+            cache = "" if other.cache is None else f", read from {other.cache}"
+            text += f"\n            {other.model}, {part}{cache}"
+        if teacher.by_rows:
+            return text
+        average = teacher.average.replace("_", " ")
+        return f"{text}\n            the average of {average}, the first with weight {teacher.weight:g}"
+
+    def examples(
+        self, plan: TeacherPlan, data: TaughtData, name: str
+    ) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
+        items, collate = data.taught_examples()
+        if plan.config.teacher.by_rows:
+            items = [item for item in items if item.teacher == name]
+            if not items:
+                raise UserError(
+                    f"data.train: no row asks for the teacher {name!r}: name another one by --cache.teacher"
+                )
+        return items, collate

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -12,12 +14,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, OtherTokens, Outputs, Positions, Taps
+from llmdistill.config.cache import CacheConfig
+from llmdistill.config.teacher import TeacherConfig
 from llmdistill.data.begin import begin_tokens
 from llmdistill.data.collate import pad_rows, padding_mask, sample_id
 from llmdistill.data.token_bytes import TokenBytes, equal_spans, shared_tokens
+from llmdistill.models.families import max_positions
 from llmdistill.progress import progress
+from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.teacher import Teacher
+from llmdistill.teachers.source import ModelSource, TaughtData, TeacherPlan, TeacherRun, TeacherSource
 
 
 class _Translated(NamedTuple):
@@ -277,3 +284,48 @@ def shares(others: OtherTokens) -> str:
     pairs, spans = (int((each >= 0).sum()) / count for each in (others.pairs, others.student_spans))
     missing = abs(1 - pairs - spans)  # not -0 %
     return f"{pairs:.0%} are compared token by token, {spans:.0%} within spans of several, {missing:.0%} not"
+
+
+def make_translation(plan: TeacherPlan, data: TaughtData) -> Translation:
+    """Return what turns the batches of a run into those of its teacher with another tokenizer."""
+    longest = max_positions(plan.models.teacher, sys.maxsize)
+    return Translation(data.tokenizer, data.teacher_tokenizer(), prompts=data.teacher_prompts(), longest=longest)
+
+
+@dataclass(frozen=True)
+class TranslatedSource(ModelSource):
+    """Reads the text of each batch in the tokens of the teacher of another source."""
+
+    part: TeacherSource
+
+    @property
+    def needs_whole(self) -> bool:
+        return True
+
+    @property
+    def runs_here(self) -> bool:
+        return self.part.runs_here
+
+    def build(self, run: TeacherRun) -> TranslatedTeacher:
+        teacher = self.part.build(run)
+        return TranslatedTeacher(teacher, make_translation(run.plan, run.data), say=partial(print_main))
+
+    def describe(self, teacher: TeacherConfig) -> str:
+        return self.part.describe(teacher)
+
+    def check_plan(self, plan: TeacherPlan) -> None:
+        self.part.check_plan(plan)
+
+    def check_there(self, plan: TeacherPlan) -> tuple[str, str] | None:
+        return self.part.check_there(plan)
+
+    def unforecast(self, teacher: TeacherConfig) -> str | None:
+        return self.part.unforecast(teacher)
+
+    def examples(
+        self, plan: TeacherPlan, data: TaughtData, name: str
+    ) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
+        return translated_examples(*self.part.examples(plan, data, name), make_translation(plan, data))
+
+    def cache_settings(self, plan: TeacherPlan, settings: CacheConfig) -> CacheConfig:
+        return self.part.cache_settings(plan, settings)

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Loader
-from llmdistill.data.prompts import answer_ends
 from llmdistill.data.sampler import Prefetched, Share
 from llmdistill.embedded import locate
-from llmdistill.generation.rollout import OnPolicyLoader, StudentWriter, Writer
-from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
 from llmdistill.models.adapters import is_adapter
 from llmdistill.models.classifier import read_classifier, set_classifier
 from llmdistill.models.forms import adapt
@@ -34,12 +31,12 @@ from llmdistill.step.tap_models import tap_student
 from llmdistill.step.teacher import AskedTeacher, AskingLoader, Teacher
 from llmdistill.students.convert import compress, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
-from llmdistill.teachers.live import LiveTeacher
+from llmdistill.teachers.live import TeacherOnDemand, make_teacher
+from llmdistill.teachers.source import LiveTeacher, TeacherRun
 from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.training.callbacks.best import BestStudent
-from llmdistill.training.checks import HANDED_OVER
 from llmdistill.training.plan import Plan
-from llmdistill.training.teachers import make_teacher, teacher_of_steps
+from llmdistill.training.rollouts import answered_loader, rollout_server
 from llmdistill.training.trackers import check_access
 from llmdistill.training.trainer import Trainer
 
@@ -76,19 +73,6 @@ def prepare_student(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskDa
         on_main(make)
         wait_until_visible(made)
     return folder
-
-
-def rollout_server(plan: Plan, end_token_ids: list[int], vocabulary: int) -> RolloutServer:
-    """Return the client of the server that writes the student's answers (data.rollout.url)."""
-    data = plan.config.data
-    assert data.rollout.url is not None
-    return RolloutServer(
-        data.rollout.url,
-        vocabulary=vocabulary,
-        max_new_tokens=data.max_length - data.max_prompt_length,
-        end_token_ids=end_token_ids,
-        wait=data.rollout.wait,
-    )
 
 
 def load_student(plan: Plan, folder: Path, dtype: torch.dtype, *, shard: bool = False) -> PreTrainedModel:
@@ -173,13 +157,13 @@ def prepare_loader(
     data: TaskData,
     teacher: Teacher | None,
 ) -> Loader:
-    """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them (on-policy).
+    """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them.
 
     A teacher that answers later is asked about each batch as soon as it is made.
     """
     world = World.current()
     config = plan.config
-    if config.data.on_policy == 0:
+    if config.data.written_while_training is None:
         multiple = config.data.pad_to_multiple_of or (64 if world.device.type == "cuda" else 1)
 
         def prepare(batch: Batch) -> Batch:
@@ -187,45 +171,22 @@ def prepare_loader(
 
         loader = AskingLoader(loader, teacher.ask) if isinstance(teacher, AskedTeacher) else loader
         return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=prepare)
-    tokenizer: Any = data.tokenizer
-    ends = answer_ends(tokenizer, engine.module.generation_config)
-    writer: Writer
-    if config.data.rollout.url is None:
-        writer = StudentWriter(
-            engine.module,
-            max_new_tokens=config.data.max_length - config.data.max_prompt_length,
-            end_token_ids=ends,
-            pad_token_id=tokenizer.pad_token_id,
-            synced=engine.zero_optimization_stage() == 3,
-        )
-    else:
-        writer = ServerWriter(
-            rollout_server(plan, ends, engine.module.config.vocab_size),
-            student_saver(plan, student_folder, engine),
-            folder=plan.folder / HANDED_OVER,
-            every=config.data.rollout.every,
-        )
-    answered = OnPolicyLoader(
-        loader,
-        writer,
-        share=config.data.on_policy,
-        seed=config.seed,
-        pad_token_id=tokenizer.pad_token_id,
-        rank=world.rank,
-        world_size=world.size,
-    )
+    save = student_saver(plan, student_folder, engine)
+    answered = answered_loader(plan, loader, engine, data.tokenizer, save)
     return AskingLoader(answered, teacher.ask) if isinstance(teacher, AskedTeacher) else answered
 
 
 def make_trainer(
     plan: Plan,
     student_folder: Path,
-    teacher: Callable[[], LiveTeacher],
+    teacher: TeacherOnDemand,
     data: TaskData,
     loader: Loader,
 ) -> Trainer:
     """Create the trainer from engine, hooks, loader and method; `teacher` is called only if it runs in the steps."""
-    method, trained_by = plan.method, teacher_of_steps(plan, teacher, data)
+    method, trained_by = plan.method, None
+    if plan.source is not None:
+        trained_by = plan.source.build(TeacherRun(plan, data, teacher))
     embeddings = None
     if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
         untrained = partial(load_student, plan, student_folder, torch.float32)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmdistill.artifacts import as_json, differences
-from llmdistill.batch import POSITIONS, Batch, Positions
+from llmdistill.batch import POSITIONS, Positions
 from llmdistill.config import RunConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import to_dict
@@ -24,14 +24,14 @@ from llmdistill.step.loss_check import check_losses
 from llmdistill.step.tap_models import tap_teacher
 from llmdistill.tasks.base import TaskData
 from llmdistill.teachers.cache_folder import CacheFolder
+from llmdistill.teachers.live import make_teacher
 from llmdistill.teachers.rows import Request, rows_of_samples
 from llmdistill.teachers.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
-from llmdistill.teachers.translated import translated_examples
+from llmdistill.teachers.source import TeacherSource
 from llmdistill.training.checks import check_can_cache, check_top_k, lacking_of_vllm
 from llmdistill.training.plan import Plan
 from llmdistill.training.resolved import RunModels
 from llmdistill.training.run_folder import input_fingerprints
-from llmdistill.training.teachers import make_teacher, make_translation
 
 _DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "turns", "task")
 """Settings of the data that decide which examples there are; the others only arrange them."""
@@ -51,14 +51,16 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path) 
     if name not in plan.models.teachers:
         known = did_you_mean(name, plan.models.teachers)
         raise UserError(f"--cache.teacher {name}: the run has no such teacher{known}")
-    if plan.source is not None:
-        settings = plan.source.cache_settings(plan, settings)
-    else:
+    source = plan.source
+    assert source is not None, "without a teacher there is no cache"
+    settings = source.cache_settings(plan, settings)
+    scorer = source.scorer(plan)
+    if scorer is None:
         check_top_k(settings, plan.models.compared_tokens)
-        if _needs_whole(plan) and settings.kept_top_k is not None:
+        if source.needs_whole and settings.kept_top_k is not None:
             raise UserError(f"--cache.content {settings.content}: {_ONLY_WHOLE}; take hidden_states")
         settings = replace(settings, engine=engine_of(plan, settings))
-    items, collate = _taught_examples(plan, data, name)
+    items, collate = source.examples(plan, data, name)
     ids, lengths = np.array([(item.sample_id, len(item)) for item in items], dtype=np.int64).T
     shards = plan_shards(ids, lengths, settings)
     kept = [index for shard in shards for batch in shard for index in batch]
@@ -76,23 +78,21 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path) 
     )
     missing = on_main(lambda: claim(job))
     if missing:
-        _write(plan, job, missing)
+        _write(plan, job, missing, scorer)
         barrier()  # rank 0 would otherwise look for the shards that others still write
     return on_main(lambda: finish(job))
 
 
-def _write(plan: Plan, job: Job, missing: Sequence[int]) -> None:
-    """Write the missing shards by the teacher's source, by vLLM, which drives all GPUs from one process, or by the live
-    teacher.
-    """
-    if plan.source is not None:
-        write_by_scorer(job, missing[World.current().rank :: World.current().size], plan.source.scorer(plan))
+def _write(plan: Plan, job: Job, missing: Sequence[int], scorer: Callable[..., Any] | None) -> None:
+    """Write the missing shards by a scorer, by vLLM, which drives all GPUs from one process, or by the live teacher."""
+    if scorer is not None:
+        write_by_scorer(job, missing[World.current().rank :: World.current().size], scorer)
         return
     if job.settings.engine == "vllm":
         assert job.top_k is not None, "vLLM gives no hidden states"
         length = plan.config.data.max_length
-        scorer = VllmScorer(plan.models.teacher_path, k=job.top_k, max_length=length, dtype=plan.models.teacher_dtype)
-        write_by_scorer(job, missing, scorer.score)
+        vllm = VllmScorer(plan.models.teacher_path, k=job.top_k, max_length=length, dtype=plan.models.teacher_dtype)
+        write_by_scorer(job, missing, vllm.score)
         return
     live = make_teacher(plan, name=job.settings.teacher)
     teacher = tap_teacher(plan.method, live.model, forward=live.forward, compiled=plan.config.train.compile)
@@ -114,28 +114,12 @@ def check_cache(plan: Plan, data: TaskData) -> None:
     teacher, tokenizer, number format, data or method, or a file is damaged.
     """
     for name, teacher in plan.models.teachers.items():
-        if teacher.settings.cache is None or not plan.method.needs_teacher:
+        if teacher.settings.cache is None or plan.source is None:
             continue
         folder = on_every(partial(CacheFolder, Path(teacher.settings.cache)))
-        on_main(partial(_check_origin, plan, data, folder, name))
+        on_main(partial(_check_origin, plan, plan.source, data, folder, name))
         folder.check_files()
-        on_main(partial(_check_examples, plan, data, folder, name))
-
-
-def _taught_examples(plan: Plan, data: TaskData, name: str) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
-    """Return the examples that a teacher teaches, one of several by its name, and what collates them."""
-    items, collate = data.taught_examples()
-    if plan.config.teacher.average == "rows":
-        items = [item for item in items if item.teacher == name]
-        if not items:
-            raise UserError(f"data.train: no row asks for the teacher {name!r}: name another one by --cache.teacher")
-    if plan.models.translates:
-        return translated_examples(items, collate, make_translation(plan, data))
-    return items, collate
-
-
-def _needs_whole(plan: Plan) -> bool:
-    return len(plan.models.teachers) > 1 or plan.models.translates
+        on_main(partial(_check_examples, plan, plan.source, data, folder, name))
 
 
 def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
@@ -212,10 +196,10 @@ def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, 
     )
 
 
-def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder, name: str) -> None:
+def _check_origin(plan: Plan, source: TeacherSource, data: TaskData, folder: CacheFolder, name: str) -> None:
     """Raises UserError if a cache is that of another teacher, tokenizer, number format, vocabulary or method."""
     record, key = folder.record, f"{plan.models.teachers[name].key}.cache {folder.folder}"
-    if _needs_whole(plan) and record["held"]["top_k"] is not None:
+    if source.needs_whole and record["held"]["top_k"] is not None:
         raise UserError(f"{key}: it holds the most likely tokens, but {_ONLY_WHOLE}; make it with hidden_states")
     remedy = "name the cache of this run, or make it with `llmdistill cache` and the settings of this run"
     asked = {**_origin(plan.models, data, name), "vocabulary": plan.models.compared_tokens}
@@ -232,9 +216,9 @@ def _check_origin(plan: Plan, data: TaskData, folder: CacheFolder, name: str) ->
         raise UserError(f"{key}: it does not hold {lacking}, which method {methods} needs; {remedy}")
 
 
-def _check_examples(plan: Plan, data: TaskData, folder: CacheFolder, name: str) -> None:
+def _check_examples(plan: Plan, source: TeacherSource, data: TaskData, folder: CacheFolder, name: str) -> None:
     """Raises UserError if an example of the training set is not in a cache."""
-    ids = [item.sample_id for item in _taught_examples(plan, data, name)[0]]
+    ids = [item.sample_id for item in source.examples(plan, data, name)[0]]
     missing = folder.missing(ids)
     if not missing:
         return

@@ -21,6 +21,7 @@ from llmdistill.artifacts import as_json
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.config.command_line import changed, to_dict
+from llmdistill.config.data import NOT_OF_EXAMPLES
 from llmdistill.config.student import FactorizeMethod
 from llmdistill.data.memory import has_columns
 from llmdistill.data.prompts import resolve_prompt
@@ -195,7 +196,6 @@ def _record(config: RunConfig, teacher: str, dtype: torch.dtype) -> dict[str, An
     """Return what determines the statistics of a calibration, as plain JSON values."""
     calibration, data = config.student.factorize.calibration, to_dict(config)["data"]
     read = {"data.train": calibration.data or config.data.train, **task_reference(data)}
-    unused = ("train", "valid", "tests", "on_policy", "rollout", "cache_dir", "pad_to_multiple_of")
     return as_json(
         {
             "content of teacher": teacher,
@@ -205,7 +205,7 @@ def _record(config: RunConfig, teacher: str, dtype: torch.dtype) -> dict[str, An
             "seed": calibration.seed,
             "micro_batch_size": _batch_size(calibration),
             "damping": [INPUT_DAMPING, GRADIENT_DAMPING],
-            "data": {key: value for key, value in data.items() if key not in unused},
+            "data": {key: value for key, value in data.items() if key not in NOT_OF_EXAMPLES},
         }
     )
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.files import byte_size, nearest_folder
-from llmdistill.models.families import max_positions
 from llmdistill.models.forms import chosen_forms, learns_by_a_form
 from llmdistill.students.sizes import build_planned
-from llmdistill.teachers.rows import Request
-from llmdistill.training.rules import check_choices, clash
+from llmdistill.teachers.remote import number_beyond_vllm
+from llmdistill.training.rules import CACHE_BY_VLLM, CACHED_TEACHER, check_conditions, clash
 
 if TYPE_CHECKING:
     from llmdistill.training.plan import Plan
@@ -29,47 +28,29 @@ STATE_BYTES = 12
 
 def check_plan(plan: Plan) -> None:
     """Raise a UserError if the settings of a run do not fit its models, data or method, or each other."""
-    check_choices(plan)
+    check_conditions(plan)
     for form, settings in chosen_forms(plan.config.student):
         form.check(settings, partial(build_planned, plan.models.student, plan.config.student, plan.models.dtype))
     if plan.source is not None:
+        plan.source.settings_of(plan.config.teacher)
         plan.source.check_plan(plan)
 
 
 def check_can_cache(plan: Plan) -> None:
     """Raise a UserError if no cache can take the place of a run's teacher."""
-    obstacle = clash(plan, "cached teacher")
+    obstacle = clash(plan, CACHED_TEACHER)
     if obstacle is not None:
         raise UserError(obstacle)
 
 
 def lacking_of_vllm(plan: Plan) -> str | None:
     """Why vLLM cannot fill the cache of a run, with a remedy; None if it can."""
-    return clash(plan, "cache by vLLM") or number_beyond_vllm(plan, remedy="take --cache.engine hf")
-
-
-def number_beyond_vllm(plan: Plan, *, remedy: str) -> str | None:
-    """Why vLLM's log-probabilities are not those that a run compares, by a number; None if they are."""
-    temperatures, length = Request.of(plan.method).temperatures, plan.config.data.max_length
-    if temperatures != (1.0,):
-        asked = ", ".join(f"{temperature:g}" for temperature in temperatures)
-        return f"the mass of the rest at temperature {asked} does not follow from vLLM's answers; {remedy}"
-    if plan.models.compared_tokens != plan.models.teacher.vocab_size:
-        return (
-            f"vLLM compares all {plan.models.teacher.vocab_size} tokens of the teacher, of which the student has "
-            f"{plan.models.compared_tokens}; {remedy}"
-        )
-    if max_positions(plan.models.teacher, length + 1) <= length:
-        return (
-            f"vLLM generates a token after the {length} of data.max_length, and the teacher has no position for it; "
-            f"{remedy}, or a smaller data.max_length"
-        )
-    return None
+    return clash(plan, CACHE_BY_VLLM) or number_beyond_vllm(plan, remedy="take --cache.engine hf")
 
 
 def can_cache(plan: Plan) -> bool:
     """Whether a cache can take the place of a run's teacher, and the same command does not make this teacher first."""
-    return plan.before is None and clash(plan, "cached teacher") is None
+    return plan.before is None and clash(plan, CACHED_TEACHER) is None
 
 
 def check_top_k(settings: CacheConfig, compared_tokens: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from llmdistill.data.prompts import describe_prompt
 from llmdistill.models.forms import describe
 from llmdistill.training.plan import Plan
+from llmdistill.training.rollouts import describe_share
 
 
 def headline(plan: Plan, data_report: str) -> str:
@@ -13,21 +14,10 @@ def headline(plan: Plan, data_report: str) -> str:
     teacher = plan.config.teacher.model
     teacher_line = "none" if teacher is None else f"{teacher}, {sizes['teacher_params']:,} parameters"
     teacher_line += "" if plan.models.teacher_origin is None else f", {plan.models.teacher_origin}"
-    teacher_line += f", read from {plan.config.teacher.cache}; it is not scored" if plan.is_cached else ""
     teacher_line += "" if plan.source is None else plan.source.describe(plan.config.teacher)
-    by_rows, others = plan.config.teacher.average == "rows", [*plan.models.teachers.items()][1:]
-    for name, each in others:
-        part = f"for the rows of {name}" if by_rows else f"weight {each.settings.weight:g}"
-        read = "" if each.settings.cache is None else f", read from {each.settings.cache}"
-        teacher_line += f"\n            {each.settings.model}, {part}{read}"
-    if others and not by_rows:
-        averaged = plan.config.teacher.average.replace("_", " ")
-        first = f"the first with weight {plan.config.teacher.weight:g}"
-        teacher_line += f"\n            the average of {averaged}, {first}"
     task = plan.config.data.train if plan.config.data.kind != "task" else plan.config.data.task.name
     form = describe(plan.config.student)
     dtype = str(plan.models.dtype).removeprefix("torch.")
-    own = f"; the student writes {plan.config.data.on_policy:.0%} of it" if plan.config.data.on_policy > 0 else ""
     prompt = plan.config.data.prompt
     stage = plan.zero_stage
     return (
@@ -35,7 +25,7 @@ def headline(plan: Plan, data_report: str) -> str:
         f"Teacher     {teacher_line}\n"
         f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){form}\n"
         f"Method      {' + '.join(plan.config.methods())}: {', '.join(plan.method.weights)}\n"
-        f"Data        {task}, {data_report.rstrip('.')}{own}\n"
+        f"Data        {task}, {data_report.rstrip('.')}{describe_share(plan)}\n"
         f"{'' if prompt is None else f'Prompt      {describe_prompt(prompt)}' + chr(10)}"
         f"Batch       {train.global_batch_size} = {split.micro_batch_size} x {plan.world_size} rank(s) x "
         f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,10 +24,11 @@ from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World, exists_on_main, on_main
 from llmdistill.runtime.engine import learning_rate, monitor_of
 from llmdistill.runtime.terminal import print_main, warn_main
+from llmdistill.step.teacher import AskedTeacher
 from llmdistill.students.counting import build_reference, count_parameters
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
-from llmdistill.teachers.live import LiveTeacher
+from llmdistill.teachers.live import TeacherOnDemand
 from llmdistill.training import assemble
 from llmdistill.training.cache import check_cache
 from llmdistill.training.callbacks.base import Callback
@@ -46,10 +47,13 @@ from llmdistill.training.log import RunLog, check_log
 from llmdistill.training.plan import Plan, make_plan
 from llmdistill.training.provenance import write_run_card
 from llmdistill.training.resolved import saved_sizes
+from llmdistill.training.rollouts import rollout_callbacks
 from llmdistill.training.run_folder import claim_folder, finished_metrics, run_warnings, scores_asked
-from llmdistill.training.teachers import TeacherOnDemand
 from llmdistill.training.trackers import monitors
 from llmdistill.training.trainer import Trainer
+
+MakeCallback = Callable[[Trainer], Callback]
+"""Makes a callback of a training, such as the callback's class."""
 
 
 def run_config(config: RunConfig, before: Plan | None = None) -> dict[str, Any]:
@@ -92,8 +96,11 @@ def check_made(folder: Path) -> None:
             raise UserError(f"{damage}; remove {made}, and the same command {again}")
 
 
-def execute(plan: Plan, data: TaskData) -> None:
-    """Execute the run in its claimed folder; finished parts are not repeated. Every rank must call this function."""
+def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) -> None:
+    """Execute the run in its claimed folder; finished parts are not repeated. Every rank must call this function.
+
+    `callbacks` make further callbacks of the training.
+    """
     world = World.current()
     began = time.perf_counter()
     on_main(lambda: check_made(plan.folder))
@@ -102,7 +109,7 @@ def execute(plan: Plan, data: TaskData) -> None:
     book = ScoreBook(plan.folder, data)
     summaries: dict[str, dict[str, Any]] = {}
     scored = {*plan.config.scoring.models} & {*plan.task.scored}
-    if plan.config.teacher.model is None or plan.is_cached or plan.source is not None:
+    if plan.config.teacher.model is None or (plan.source is not None and not plan.source.runs_here):
         scored -= {"teacher"}
 
     def score(name: str, folder: Path) -> None:
@@ -136,9 +143,9 @@ def execute(plan: Plan, data: TaskData) -> None:
 
     if plan.trains:
         if not exists_on_main(trained / "config.json"):
-            with _training(plan, untrained, trained, teacher, data) as (trainer, start, callbacks):
-                trainer.run(start, callbacks)
-            del trainer, callbacks
+            with _training(plan, untrained, trained, teacher, data, callbacks) as (trainer, start, watching):
+                trainer.run(start, watching)
+            del trainer, watching
             teacher.release()
             free_memory(world.device)  # scoring has the room of the engine and the teacher
         score("student", trained)
@@ -156,8 +163,9 @@ def _training(
     plan: Plan,
     untrained: Path,
     trained: Path,
-    teacher: Callable[[], LiveTeacher],
+    teacher: TeacherOnDemand,
     data: TaskData,
+    further: Sequence[MakeCallback],
 ) -> Iterator[tuple[Trainer, int, list[Callback]]]:
     """Give the trainer, the steps that the last checkpoint has, and the callbacks; after the block save the student."""
     world = World.current()
@@ -189,13 +197,16 @@ def _training(
         saving = Checkpoints(trainer, plan.folder, loss_modes, {"log": rows, **health.accumulators})
         if checkpoint is not None:
             saving.restore(checkpoint.manifest.get("figures", {}))
+        has_server = isinstance(trainer.teacher, AskedTeacher) or plan.config.data.rollout.url is not None
         # `Callback.reads` and `gives` say which one must come before which.
         callbacks: list[Callback] = [
             Stopping(),
-            *([ServerAnswers(trainer)] if plan.source is not None or plan.config.data.rollout.url is not None else []),
+            *([ServerAnswers(trainer)] if has_server else []),
             health,
+            *rollout_callbacks(plan, trainer),
             *([validation] if validation.batches else []),
             *([best] if best is not None else []),
+            *(make(trainer) for make in further),
             rows,
             saving,
         ]

@@ -27,12 +27,13 @@ from llmdistill.runtime.launch import launched_ranks
 from llmdistill.students.sizes import build_planned
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Task
+from llmdistill.teachers.source import RunTeacher, TeacherSource
+from llmdistill.teachers.sources import source_of
 from llmdistill.training.checks import check_plan
 from llmdistill.training.resolved import (
     LARGEST_STUDENT,
     Pending,
     RunModels,
-    RunTeacher,
     has_copied_classifier,
     heads_of,
     model_config,
@@ -43,7 +44,6 @@ from llmdistill.training.resolved import (
     tokenizer_path,
 )
 from llmdistill.training.rules import check_settings
-from llmdistill.training.sources import TeacherSource, source_of
 from llmdistill.training.trackers import check_libraries
 
 
@@ -90,13 +90,15 @@ class Plan:
 
     @property
     def source(self) -> TeacherSource | None:
-        """What gives the teacher's outputs instead of the teacher, which is then not loaded for the training."""
-        return source_of(self.config.teacher) if self.method.needs_teacher else None
+        """What gives the teacher's outputs in the training; None if the method needs none."""
+        if not self.method.needs_teacher:
+            return None
+        return source_of(self.config.teacher, translates=self.models.translates)
 
     @property
     def runs_teacher(self) -> bool:
         """Whether the teacher itself runs in the training."""
-        return self.method.needs_teacher and not self.is_cached and self.source is None
+        return self.source is not None and self.source.runs_here
 
 
 class _Models(NamedTuple):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmdistill.config import OneTeacher, RunConfig, StudentConfig
+from llmdistill.config import RunConfig, StudentConfig
+from llmdistill.config.teacher import key_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, Method
@@ -28,6 +29,7 @@ from llmdistill.students.kinds import KINDS
 from llmdistill.students.shapes import check_sizes, parse_shape, shape_config, teacher_layers
 from llmdistill.students.sizes import plan_embedding, summarize
 from llmdistill.tasks.base import Models, Task
+from llmdistill.teachers.source import RunTeacher
 
 Pending = Mapping[str, PreTrainedConfig]
 """The configurations of models that may not exist yet, by path."""
@@ -36,17 +38,6 @@ Pending = Mapping[str, PreTrainedConfig]
 LARGEST_STUDENT = 1.5
 """Parameters of the largest student by its shape, as a share of its teacher's: other proportions may have a little
 more. A larger student that exists already is a note."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunTeacher:
-    """One of a run's teachers."""
-
-    key: str
-    """Where its settings are: teacher, or teacher.others.NAME."""
-    settings: OneTeacher
-    path: Path
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,15 +163,15 @@ def has_copied_classifier(config: RunConfig, task: Task, teacher: PreTrainedConf
 
 def teachers_of(config: RunConfig, dtype: str) -> dict[str, RunTeacher]:
     """Return `teacher.model` under the name "" and all others; `dtype` is that of the run, fp32 or bf16."""
-    found = {}
-    for name, own in {"": config.teacher, **config.teacher.others}.items():
-        found[name] = RunTeacher(
-            key=f"teacher.others.{name}" if name else "teacher",
+    return {
+        name: RunTeacher(
+            key=key_of(name),
             settings=own,
             path=locate(str(own.model)) if name else teacher_path(config),
             dtype=TORCH_DTYPES[dtype if own.dtype == "auto" else own.dtype],
         )
-    return found
+        for name, own in config.teacher.everyone.items()
+    }
 
 
 def tokenizer_path(config: RunConfig) -> Path:

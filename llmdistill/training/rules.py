@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from llmdistill.config import RunConfig
 from llmdistill.config.data import RolloutConfig
+from llmdistill.config.teacher import key_of
 from llmdistill.data.references import is_weighted
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
@@ -25,20 +26,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One choice of a run: the value of a setting, or a property that its models, method or data have."""
+class Condition:
+    """What can be true of a run: the value of a setting, or a property that its models, method or data have."""
 
     typed: str
-    """How users make the choice, for the table of docs/train.md."""
+    """How users bring it about, for the table of docs/train.md."""
     of_config: Callable[[RunConfig], bool] | None = None
-    """Whether a run makes the choice, if its settings alone tell."""
+    """Whether it holds, if the settings of a run alone tell."""
     of_plan: Callable[[Plan], bool] | None = None
     """The same, if models and method must be known too. With both, this one decides once there is a plan."""
     detail: Callable[[Plan], str] = lambda plan: ""
-    """What a sentence about a plan says of the choice, such as the type of the model."""
+    """What a sentence about a plan says of it, such as the type of the model."""
 
-    def made_by(self, plan: Plan) -> bool:
-        """Whether the run of a plan makes the choice."""
+    def holds(self, plan: Plan) -> bool:
+        """Whether it holds for the run of a plan."""
         if self.of_plan is not None:
             return self.of_plan(plan)
         assert self.of_config is not None
@@ -71,8 +72,8 @@ def _compared_outputs(plan: Plan) -> list[str]:
 
 def _sharded(config: RunConfig) -> list[str]:
     """The settings that shard teachers, as typed."""
-    teachers = {"teacher": config.teacher, **{f"teacher.others.{n}": one for n, one in config.teacher.others.items()}}
-    return [f"{key}.sharding {one.sharding}" for key, one in teachers.items() if one.is_sharded]
+    everyone = config.teacher.everyone.items()
+    return [f"{key_of(name)}.sharding {one.sharding}" for name, one in everyone if one.is_sharded]
 
 
 def _sharded_few_bits(plan: Plan) -> list[str]:
@@ -90,222 +91,220 @@ def _is_factorized(config: RunConfig) -> bool:
     return config.student.model is None and config.student.shape is None
 
 
-CHOICES: dict[str, Choice] = {
-    # The teacher
-    "no teacher": Choice(typed="`teacher.model null`", of_config=lambda run: run.teacher.model is None),
-    "cached teacher": Choice(
-        typed="`teacher.cache`",
-        of_config=lambda run: run.teacher.cache is not None,
-        of_plan=lambda plan: (
-            plan.method.needs_teacher and any(one.settings.cache for one in plan.models.teachers.values())
-        ),
+# The teacher
+NO_TEACHER = Condition(typed="`teacher.model null`", of_config=lambda run: run.teacher.model is None)
+CACHED_TEACHER = Condition(
+    typed="`teacher.cache`",
+    of_config=lambda run: run.teacher.cache is not None,
+    of_plan=lambda plan: plan.method.needs_teacher and any(one.settings.cache for one in plan.models.teachers.values()),
+)
+TEACHER_ON_A_SERVER = Condition(
+    typed="`teacher.url`",
+    of_config=lambda run: run.teacher.url is not None,
+    of_plan=lambda plan: plan.config.teacher.url is not None and plan.method.needs_teacher,
+)
+CACHE_BY_VLLM = Condition(typed="`--cache.engine vllm`", of_config=lambda run: False)  # a command asks, see `clash`
+SEVERAL_TEACHERS = Condition(
+    typed="`teacher.others`",
+    of_config=lambda run: bool(run.teacher.others),
+    of_plan=lambda plan: len(plan.models.teachers) > 1,
+)
+TEACHERS_OF_ROWS = Condition(
+    typed="`teacher.average rows`",
+    of_plan=lambda plan: len(plan.models.teachers) > 1 and plan.config.teacher.average == "rows",
+)
+ANOTHER_TOKENIZER = Condition(
+    typed="a teacher with another tokenizer",
+    of_plan=lambda plan: plan.models.translates,
+)
+SHARDED_TEACHER = Condition(
+    typed="`teacher.sharding zero3` or `node`",
+    of_plan=lambda plan: bool(_sharded(plan.config)),
+    detail=lambda plan: _sharded(plan.config)[0],
+)
+FEW_BIT_TEACHER = Condition(
+    typed="a teacher with int8 or int4 weights",
+    of_plan=lambda plan: bool(_sharded_few_bits(plan)),  # of several, one may be sharded and another of few bits
+    detail=lambda plan: _sharded_few_bits(plan)[0],
+)
+BARE_TEACHER = Condition(
+    typed="an encoder without language-model head as teacher",
+    of_plan=_is_bare,
+    detail=lambda plan: str((plan.models.teacher.architectures or [""])[0]),
+)
+TEACHER_WITH_OWN_MASKS = Condition(
+    typed="a teacher whose masks transformers makes",
+    of_plan=lambda plan: plan.method.needs_teacher and _own_masks(plan.models.teacher),
+    detail=lambda plan: plan.models.teacher.model_type,
+)
+
+# The method
+LABELS_ALONE = Condition(
+    typed="`method sft`, `seqkd` or `none`",
+    of_config=lambda run: not METHODS[run.method].needs_teacher,
+)
+NO_TERM_OF_A_TEACHER = Condition(
+    typed="methods whose terms need no teacher",
+    of_plan=lambda plan: not plan.method.needs_teacher,
+)
+LEARNS_FROM_A_TEACHER = Condition(
+    typed="every method but `sft`, `seqkd` and `none`",
+    of_config=lambda run: any(METHODS[name].needs_teacher for name in run.methods()),
+)
+FURTHER_METHODS = Condition(typed="`also`", of_config=lambda run: bool(run.also))
+SEQKD = Condition(typed="`method seqkd`", of_config=lambda run: run.method == "seqkd")
+EMBEDDING = Condition(typed="`method embedding`", of_config=lambda run: "embedding" in run.methods())
+LOG_RATIO = Condition(
+    typed="`kd.divergence log_ratio`",
+    of_config=lambda run: _has_setting(run, "kd", "divergence", "log_ratio"),
+)
+SEARCHED_LAYER = Condition(
+    typed="`minilmv2.teacher_layer auto`",
+    of_config=lambda run: _has_setting(run, "minilmv2", "teacher_layer", "auto"),
+)
+LEARNS_GIVEN_ANSWERS = Condition(
+    typed="every method but `kd` and `makd`",
+    of_config=lambda run: not METHODS[run.method].judges_samples,
+)
+LAYERS_COMPARED = Condition(
+    typed="methods that compare inner tensors, such as `makd` and `minilm`",
+    of_plan=lambda plan: bool(plan.method.teacher_taps),
+)
+SEQUENCES_COMPARED = Condition(
+    typed="methods that compare classes, spans or embeddings",
+    of_plan=lambda plan: any(term.needs_teacher for term in plan.method.sequence_terms),
+)
+NO_TOKENS_COMPARED = Condition(
+    typed="methods that do not compare tokens",
+    of_plan=lambda plan: not plan.method.teacher_positions,
+)
+OUTPUT_COMPARED = Condition(
+    typed="methods that compare tokens or classes",
+    of_plan=lambda plan: bool(_compared_outputs(plan)),
+    detail=lambda plan: ", ".join(_compared_outputs(plan)),
+)
+
+# The data
+INSTRUCTIONS = Condition(typed="`data.kind instructions`", of_config=lambda run: run.data.kind == "instructions")
+TEXT = Condition(typed="`data.kind text`", of_config=lambda run: run.data.kind == "text")
+SENTENCES = Condition(typed="`data.kind sentences`", of_config=lambda run: run.data.kind == "sentences")
+TASK = Condition(typed="`data.kind task`", of_config=lambda run: run.data.kind == "task")
+NO_INSTRUCTIONS = Condition(
+    typed="`data.kind text`, `sentences` or `task`",
+    of_config=lambda run: run.data.kind != "instructions",
+)
+NO_SENTENCES = Condition(
+    typed="`data.kind instructions`, `text` or `task`",
+    of_config=lambda run: run.data.kind != "sentences",
+)
+NO_TEXT = Condition(
+    typed="`data.kind instructions`, `sentences` or `task`",
+    of_config=lambda run: run.data.kind != "text",
+)
+NO_TASK = Condition(
+    typed="`data.kind instructions`, `text` or `sentences`",
+    of_config=lambda run: run.data.kind != "task",
+)
+SPANS = Condition(
+    typed="question answering (`squad1`, `squad2`, `mlqa`)",
+    of_plan=lambda plan: plan.models.objective.targets is not None and plan.models.objective.targets.is_per_token,
+)
+CHANGING_EXAMPLES = Condition(
+    typed="`data.streaming`, `data.on_policy`, texts of encoders, written texts",
+    of_plan=lambda plan: plan.task.changing_examples(causal=plan.models.causal) is not None,
+    detail=lambda plan: str(plan.task.changing_examples(causal=plan.models.causal)),
+)
+NO_SCORE = Condition(
+    typed="data of which only a validation loss is measured",
+    of_plan=lambda plan: plan.task.validation_metric is None,
+)
+ENCODER = Condition(typed="encoders", of_plan=lambda plan: not plan.models.causal)
+DECODER = Condition(typed="decoders", of_plan=lambda plan: plan.models.causal)
+PAIRS_OF_SEGMENTS = Condition(
+    typed="`data.text.pairs true`",
+    of_config=lambda run: run.data.kind == "text" and bool(run.data.text.pairs),
+)
+WEIGHTED_FILES = Condition(
+    typed="weights in `data.train`",
+    of_config=lambda run: run.data.kind == "instructions" and is_weighted(run.data.train),
+)
+STREAMING = Condition(typed="`data.streaming true`", of_config=lambda run: run.data.streaming)
+PACKING = Condition(typed="`data.packing true`", of_config=lambda run: run.data.packing)
+PROMPT = Condition(typed="`data.prompt`", of_config=lambda run: run.data.prompt is not None)
+TESTS = Condition(typed="`data.tests`", of_config=lambda run: bool(run.data.tests))
+BUCKETS = Condition(typed="`data.bucket_steps` over 1", of_config=lambda run: run.data.bucket_steps != 1)
+OWN_ANSWERS = Condition(typed="`data.on_policy` over 0", of_config=lambda run: run.data.on_policy > 0)
+GIVEN_ANSWERS = Condition(typed="`data.on_policy 0`", of_config=lambda run: run.data.on_policy == 0)
+ROLLOUT = Condition(typed="`data.rollout`", of_config=lambda run: run.data.rollout != RolloutConfig())
+ROLLOUT_SERVER = Condition(typed="`data.rollout.url`", of_config=lambda run: run.data.rollout.url is not None)
+NO_VALIDATION_SET = Condition(typed="no `data.valid`", of_config=lambda run: run.data.valid is None)
+
+# The student
+GIVEN_STUDENT = Condition(typed="`student.model`", of_config=lambda run: run.student.model is not None)
+NO_GIVEN_STUDENT = Condition(typed="no `student.model`", of_config=lambda run: run.student.model is None)
+SHAPE = Condition(typed="`student.shape`", of_config=lambda run: run.student.shape is not None)
+FACTORIZED_STUDENT = Condition(typed="neither `student.model` nor `student.shape`", of_config=_is_factorized)
+KRONECKER_STUDENT = Condition(
+    typed="`student.method kronecker`",
+    of_config=lambda run: _is_factorized(run) and run.student.method == "kronecker",
+)
+WEIGHTED_START = Condition(
+    typed="`student.factorize.weighting`",
+    of_config=lambda run: run.student.factorize.weighting != "none",
+)
+CALIBRATION_DATA = Condition(
+    typed="`student.factorize.calibration.data`",
+    of_config=lambda run: run.student.factorize.calibration.data is not None,
+)
+NOTHING_MEASURED = Condition(
+    typed="neither `student.factorize.weighting` nor `student.init important`",
+    of_config=lambda run: (
+        run.student.factorize.weighting == "none" and run.student.model is None and not run.student.measures_importance
     ),
-    "teacher on a server": Choice(
-        typed="`teacher.url`",
-        of_config=lambda run: run.teacher.url is not None,
-        of_plan=lambda plan: plan.config.teacher.url is not None and plan.method.needs_teacher,
-    ),
-    "cache by vLLM": Choice(typed="`--cache.engine vllm`", of_config=lambda run: False),  # a command asks, see `clash`
-    "several teachers": Choice(
-        typed="`teacher.others`",
-        of_config=lambda run: bool(run.teacher.others),
-        of_plan=lambda plan: len(plan.models.teachers) > 1,
-    ),
-    "teachers of rows": Choice(
-        typed="`teacher.average rows`",
-        of_plan=lambda plan: len(plan.models.teachers) > 1 and plan.config.teacher.average == "rows",
-    ),
-    "another tokenizer": Choice(
-        typed="a teacher with another tokenizer",
-        of_plan=lambda plan: plan.models.translates,
-    ),
-    "sharded teacher": Choice(
-        typed="`teacher.sharding zero3` or `node`",
-        of_plan=lambda plan: bool(_sharded(plan.config)),
-        detail=lambda plan: _sharded(plan.config)[0],
-    ),
-    "few-bit teacher": Choice(
-        typed="a teacher with int8 or int4 weights",
-        of_plan=lambda plan: bool(_sharded_few_bits(plan)),  # of several, one may be sharded and another of few bits
-        detail=lambda plan: _sharded_few_bits(plan)[0],
-    ),
-    "bare teacher": Choice(
-        typed="an encoder without language-model head as teacher",
-        of_plan=_is_bare,
-        detail=lambda plan: str((plan.models.teacher.architectures or [""])[0]),
-    ),
-    "teacher with own masks": Choice(
-        typed="a teacher whose masks transformers makes",
-        of_plan=lambda plan: plan.method.needs_teacher and _own_masks(plan.models.teacher),
-        detail=lambda plan: plan.models.teacher.model_type,
-    ),
-    # The method
-    "labels alone": Choice(
-        typed="`method sft`, `seqkd` or `none`",
-        of_config=lambda run: not METHODS[run.method].needs_teacher,
-    ),
-    "no term of a teacher": Choice(
-        typed="methods whose terms need no teacher",
-        of_plan=lambda plan: not plan.method.needs_teacher,
-    ),
-    "learns from a teacher": Choice(
-        typed="every method but `sft`, `seqkd` and `none`",
-        of_config=lambda run: any(METHODS[name].needs_teacher for name in run.methods()),
-    ),
-    "further methods": Choice(typed="`also`", of_config=lambda run: bool(run.also)),
-    "seqkd": Choice(typed="`method seqkd`", of_config=lambda run: run.method == "seqkd"),
-    "embedding": Choice(typed="`method embedding`", of_config=lambda run: "embedding" in run.methods()),
-    "log_ratio": Choice(
-        typed="`kd.divergence log_ratio`",
-        of_config=lambda run: _has_setting(run, "kd", "divergence", "log_ratio"),
-    ),
-    "searched layer": Choice(
-        typed="`minilmv2.teacher_layer auto`",
-        of_config=lambda run: _has_setting(run, "minilmv2", "teacher_layer", "auto"),
-    ),
-    "learns given answers": Choice(
-        typed="every method but `kd` and `makd`",
-        of_config=lambda run: not METHODS[run.method].on_policy,
-    ),
-    "layers compared": Choice(
-        typed="methods that compare inner tensors, such as `makd` and `minilm`",
-        of_plan=lambda plan: bool(plan.method.teacher_taps),
-    ),
-    "sequences compared": Choice(
-        typed="methods that compare classes, spans or embeddings",
-        of_plan=lambda plan: any(term.needs_teacher for term in plan.method.sequence_terms),
-    ),
-    "no tokens compared": Choice(
-        typed="methods that do not compare tokens",
-        of_plan=lambda plan: not plan.method.teacher_positions,
-    ),
-    "output compared": Choice(
-        typed="methods that compare tokens or classes",
-        of_plan=lambda plan: bool(_compared_outputs(plan)),
-        detail=lambda plan: ", ".join(_compared_outputs(plan)),
-    ),
-    # The data
-    "instructions": Choice(typed="`data.kind instructions`", of_config=lambda run: run.data.kind == "instructions"),
-    "text": Choice(typed="`data.kind text`", of_config=lambda run: run.data.kind == "text"),
-    "sentences": Choice(typed="`data.kind sentences`", of_config=lambda run: run.data.kind == "sentences"),
-    "task": Choice(typed="`data.kind task`", of_config=lambda run: run.data.kind == "task"),
-    "no instructions": Choice(
-        typed="`data.kind text`, `sentences` or `task`",
-        of_config=lambda run: run.data.kind != "instructions",
-    ),
-    "no sentences": Choice(
-        typed="`data.kind instructions`, `text` or `task`",
-        of_config=lambda run: run.data.kind != "sentences",
-    ),
-    "no text": Choice(
-        typed="`data.kind instructions`, `sentences` or `task`",
-        of_config=lambda run: run.data.kind != "text",
-    ),
-    "no task": Choice(
-        typed="`data.kind instructions`, `text` or `sentences`",
-        of_config=lambda run: run.data.kind != "task",
-    ),
-    "spans": Choice(
-        typed="question answering (`squad1`, `squad2`, `mlqa`)",
-        of_plan=lambda plan: plan.models.objective.targets is not None and plan.models.objective.targets.is_per_token,
-    ),
-    "changing examples": Choice(
-        typed="`data.streaming`, `data.on_policy`, texts of encoders, written texts",
-        of_plan=lambda plan: plan.task.changing_examples(causal=plan.models.causal) is not None,
-        detail=lambda plan: str(plan.task.changing_examples(causal=plan.models.causal)),
-    ),
-    "no score": Choice(
-        typed="data of which only a validation loss is measured",
-        of_plan=lambda plan: plan.task.validation_metric is None,
-    ),
-    "encoder": Choice(typed="encoders", of_plan=lambda plan: not plan.models.causal),
-    "decoder": Choice(typed="decoders", of_plan=lambda plan: plan.models.causal),
-    "pairs of segments": Choice(
-        typed="`data.text.pairs true`",
-        of_config=lambda run: run.data.kind == "text" and bool(run.data.text.pairs),
-    ),
-    "weighted files": Choice(
-        typed="weights in `data.train`",
-        of_config=lambda run: run.data.kind == "instructions" and is_weighted(run.data.train),
-    ),
-    "streaming": Choice(typed="`data.streaming true`", of_config=lambda run: run.data.streaming),
-    "packing": Choice(typed="`data.packing true`", of_config=lambda run: run.data.packing),
-    "prompt": Choice(typed="`data.prompt`", of_config=lambda run: run.data.prompt is not None),
-    "tests": Choice(typed="`data.tests`", of_config=lambda run: bool(run.data.tests)),
-    "buckets": Choice(typed="`data.bucket_steps` over 1", of_config=lambda run: run.data.bucket_steps != 1),
-    "own answers": Choice(typed="`data.on_policy` over 0", of_config=lambda run: run.data.on_policy > 0),
-    "given answers": Choice(typed="`data.on_policy 0`", of_config=lambda run: run.data.on_policy == 0),
-    "rollout": Choice(typed="`data.rollout`", of_config=lambda run: run.data.rollout != RolloutConfig()),
-    "rollout server": Choice(typed="`data.rollout.url`", of_config=lambda run: run.data.rollout.url is not None),
-    "no validation set": Choice(typed="no `data.valid`", of_config=lambda run: run.data.valid is None),
-    # The student
-    "given student": Choice(typed="`student.model`", of_config=lambda run: run.student.model is not None),
-    "no given student": Choice(typed="no `student.model`", of_config=lambda run: run.student.model is None),
-    "shape": Choice(typed="`student.shape`", of_config=lambda run: run.student.shape is not None),
-    "factorized student": Choice(typed="neither `student.model` nor `student.shape`", of_config=_is_factorized),
-    "Kronecker student": Choice(
-        typed="`student.method kronecker`",
-        of_config=lambda run: _is_factorized(run) and run.student.method == "kronecker",
-    ),
-    "weighted start": Choice(
-        typed="`student.factorize.weighting`",
-        of_config=lambda run: run.student.factorize.weighting != "none",
-    ),
-    "calibration data": Choice(
-        typed="`student.factorize.calibration.data`",
-        of_config=lambda run: run.student.factorize.calibration.data is not None,
-    ),
-    "nothing measured": Choice(
-        typed="neither `student.factorize.weighting` nor `student.init important`",
-        of_config=lambda run: (
-            run.student.factorize.weighting == "none"
-            and run.student.model is None
-            and not run.student.measures_importance
-        ),
-    ),
-    "assistants": Choice(typed="`student.assistants`", of_config=lambda run: bool(run.student.assistants)),
-    "adapters": Choice(typed="`student.lora.rank`", of_config=lambda run: run.student.lora.rank is not None),
-    "few-bit student": Choice(
-        typed="`student.quantize.weights`",
-        of_config=lambda run: run.student.quantize.weights != "none",
-    ),
-    "given few-bit student": Choice(
-        typed="a `student.model` with int8 or int4 weights",
-        of_plan=lambda plan: plan.config.student.model is not None and bits_of(plan.models.student) is not None,
-        detail=lambda plan: str(bits_of(plan.models.student)),
-    ),
-    "student with own masks": Choice(
-        typed="a student whose masks transformers makes",
-        of_plan=lambda plan: _own_masks(plan.models.student),
-        detail=lambda plan: plan.models.student.model_type,
-    ),
-    "student without checkpointing": Choice(
-        typed="a student that transformers cannot recompute",
-        of_plan=lambda plan: not has_checkpointing(plan.models.student, plan.models.student_head),
-        detail=lambda plan: plan.models.student.model_type,
-    ),
-    # The training
-    "training": Choice(typed="every method but `none`", of_config=lambda run: METHODS[run.method].trains),
-    "ZeRO-3": Choice(typed="ZeRO stage 3", of_plan=lambda plan: plan.zero_stage == 3),
-    "compile": Choice(typed="`train.compile true`", of_config=lambda run: run.train.compile),
-    "checkpointing": Choice(
-        typed="`train.activation_checkpointing true`",
-        of_config=lambda run: run.train.activation_checkpointing,
-    ),
-    "epochs": Choice(typed="`train.epochs`", of_config=lambda run: run.train.epochs is not None),
-    "best kept": Choice(
-        typed="`train.keep_best`",
-        of_config=lambda run: run.train.keep_best is not None and METHODS[run.method].trains,
-    ),
-    "best score kept": Choice(
-        typed="`train.keep_best score`",
-        of_config=lambda run: run.train.keep_best == "score" and METHODS[run.method].trains,
-    ),
-}
-"""The choices by the names that the rows of CLASHES have."""
+)
+ASSISTANTS = Condition(typed="`student.assistants`", of_config=lambda run: bool(run.student.assistants))
+ADAPTERS = Condition(typed="`student.lora.rank`", of_config=lambda run: run.student.lora.rank is not None)
+FEW_BIT_STUDENT = Condition(
+    typed="`student.quantize.weights`",
+    of_config=lambda run: run.student.quantize.weights != "none",
+)
+GIVEN_FEW_BIT_STUDENT = Condition(
+    typed="a `student.model` with int8 or int4 weights",
+    of_plan=lambda plan: plan.config.student.model is not None and bits_of(plan.models.student) is not None,
+    detail=lambda plan: str(bits_of(plan.models.student)),
+)
+STUDENT_WITH_OWN_MASKS = Condition(
+    typed="a student whose masks transformers makes",
+    of_plan=lambda plan: _own_masks(plan.models.student),
+    detail=lambda plan: plan.models.student.model_type,
+)
+STUDENT_WITHOUT_CHECKPOINTING = Condition(
+    typed="a student that transformers cannot recompute",
+    of_plan=lambda plan: not has_checkpointing(plan.models.student, plan.models.student_head),
+    detail=lambda plan: plan.models.student.model_type,
+)
+
+# The training
+TRAINING = Condition(typed="every method but `none`", of_config=lambda run: METHODS[run.method].trains)
+ZERO_3 = Condition(typed="ZeRO stage 3", of_plan=lambda plan: plan.zero_stage == 3)
+COMPILE = Condition(typed="`train.compile true`", of_config=lambda run: run.train.compile)
+CHECKPOINTING = Condition(
+    typed="`train.activation_checkpointing true`",
+    of_config=lambda run: run.train.activation_checkpointing,
+)
+EPOCHS = Condition(typed="`train.epochs`", of_config=lambda run: run.train.epochs is not None)
+BEST_KEPT = Condition(
+    typed="`train.keep_best`",
+    of_config=lambda run: run.train.keep_best is not None and METHODS[run.method].trains,
+)
+BEST_SCORE_KEPT = Condition(
+    typed="`train.keep_best score`",
+    of_config=lambda run: run.train.keep_best == "score" and METHODS[run.method].trains,
+)
+
 
 _OF_INSTRUCTIONS = "data.{} is for instructions, but data.kind is {{data.kind}}: leave it out"
-_NO_TEACHER = (
+_TEACHER_MISSING = (
     "teacher.model is null, but method {methods} on {data.kind} needs a teacher: name one, or fine-tune on a task by "
     "method sft"
 )
@@ -320,195 +319,199 @@ _GATHERS = (
     "train.compile to false, or shard less (ZeRO stage 2, a replicated teacher)"
 )
 _OF_VLLM = {
-    "encoder": "vLLM gives log-probabilities of decoders alone",
+    ENCODER: "vLLM gives log-probabilities of decoders alone",
     **dict.fromkeys(
-        ("layers compared", "sequences compared", "no tokens compared"),
+        (LAYERS_COMPARED, SEQUENCES_COMPARED, NO_TOKENS_COMPARED),
         "method {methods} needs more of its teacher than log-probabilities of tokens",
     ),
 }
 
-CLASHES: dict[tuple[str, str], str] = {
+CLASHES: dict[tuple[Condition, Condition], str] = {
     # Of settings alone, in the order in which a run is told of them
-    ("buckets", "text"): _OF_INSTRUCTIONS.format("bucket_steps"),
-    ("buckets", "task"): _OF_INSTRUCTIONS.format("bucket_steps"),
-    ("tests", "task"): _OF_INSTRUCTIONS.format("tests"),
-    ("own answers", "no instructions"): _OF_INSTRUCTIONS.format("on_policy"),
-    ("rollout", "no instructions"): _OF_INSTRUCTIONS.format("rollout"),
-    ("streaming", "no instructions"): _OF_INSTRUCTIONS.format("streaming"),
-    ("packing", "no instructions"): _OF_INSTRUCTIONS.format("packing"),
-    ("prompt", "no instructions"): _OF_INSTRUCTIONS.format("prompt"),
-    ("rollout server", "given answers"): (
+    (BUCKETS, TEXT): _OF_INSTRUCTIONS.format("bucket_steps"),
+    (BUCKETS, TASK): _OF_INSTRUCTIONS.format("bucket_steps"),
+    (TESTS, TASK): _OF_INSTRUCTIONS.format("tests"),
+    (OWN_ANSWERS, NO_INSTRUCTIONS): _OF_INSTRUCTIONS.format("on_policy"),
+    (ROLLOUT, NO_INSTRUCTIONS): _OF_INSTRUCTIONS.format("rollout"),
+    (STREAMING, NO_INSTRUCTIONS): _OF_INSTRUCTIONS.format("streaming"),
+    (PACKING, NO_INSTRUCTIONS): _OF_INSTRUCTIONS.format("packing"),
+    (PROMPT, NO_INSTRUCTIONS): _OF_INSTRUCTIONS.format("prompt"),
+    (ROLLOUT_SERVER, GIVEN_ANSWERS): (
         "data.rollout.url is {data.rollout.url}, but data.on_policy is 0: set it to the share of the steps in which "
         "the student writes the answers, such as 1, or leave the url out"
     ),
-    ("packing", "own answers"): (
+    (PACKING, OWN_ANSWERS): (
         "data.packing is true and data.on_policy {data.on_policy}: answers that the student writes itself are not "
         "packed, leave one of them out"
     ),
-    ("streaming", "weighted files"): (
+    (STREAMING, WEIGHTED_FILES): (
         "data.train {data.train} has weights, and data.streaming reads file after file: leave one of them out"
     ),
-    ("epochs", "instructions"): (
-        "train.epochs counts passes over a text, but data.kind is instructions: give train.steps"
-    ),
-    ("teacher on a server", "no teacher"): (
+    (EPOCHS, INSTRUCTIONS): ("train.epochs counts passes over a text, but data.kind is instructions: give train.steps"),
+    (TEACHER_ON_A_SERVER, NO_TEACHER): (
         "teacher.url is {teacher.url}, but teacher.model is null: name the server's model, and no cache"
     ),
-    ("teacher on a server", "cached teacher"): (
+    (TEACHER_ON_A_SERVER, CACHED_TEACHER): (
         "teacher.url is {teacher.url}, but teacher.cache is {teacher.cache}: name the server's model, and no cache"
     ),
-    ("teacher on a server", "several teachers"): (
+    (TEACHER_ON_A_SERVER, SEVERAL_TEACHERS): (
         "teacher.url is {teacher.url}, but there is teacher.others too: leave one of them out"
     ),
-    ("adapters", "Kronecker student"): (
+    (ADAPTERS, KRONECKER_STUDENT): (
         "student.lora.rank: adapters go on linears, and the Kronecker factors of student.method kronecker are none: "
         "leave it out to train all weights, or take student.method svd"
     ),
-    ("few-bit student", "Kronecker student"): (
+    (FEW_BIT_STUDENT, KRONECKER_STUDENT): (
         "student.quantize.weights {student.quantize.weights}: torchao rounds linears, and Kronecker factors are none: "
         "take student.method svd"
     ),
-    ("few-bit student", "adapters"): (
+    (FEW_BIT_STUDENT, ADAPTERS): (
         "student.quantize.weights {student.quantize.weights} trains the weights as they round, and student.lora.rank "
         "{student.lora.rank} trains adapters instead of them: leave one of them out"
     ),
-    ("given student", "shape"): _GIVEN,
-    ("given student", "assistants"): _GIVEN,
-    ("assistants", "factorized student"): ("student.assistants come before a student with a shape: give student.shape"),
-    ("assistants", "sentences"): "student.assistants: assistants do not learn sentences (data.kind); leave them out",
-    ("weighted start", "given student"): (
+    (GIVEN_STUDENT, SHAPE): _GIVEN,
+    (GIVEN_STUDENT, ASSISTANTS): _GIVEN,
+    (ASSISTANTS, FACTORIZED_STUDENT): ("student.assistants come before a student with a shape: give student.shape"),
+    (ASSISTANTS, SENTENCES): "student.assistants: assistants do not learn sentences (data.kind); leave them out",
+    (WEIGHTED_START, GIVEN_STUDENT): (
         "student.factorize.weighting is {student.factorize.weighting}, but student.model {student.model} is not "
         "factorized by this run: leave one of them out"
     ),
-    ("weighted start", "shape"): (
+    (WEIGHTED_START, SHAPE): (
         "student.factorize.weighting is {student.factorize.weighting}, but student.shape {student.shape} is not "
         "factorized by this run: leave one of them out"
     ),
-    ("calibration data", "nothing measured"): (
+    (CALIBRATION_DATA, NOTHING_MEASURED): (
         "student.factorize.calibration.data is {student.factorize.calibration.data}, but nothing is measured on it: "
         "give student.factorize.weighting, or set it to null"
     ),
-    ("own answers", "learns given answers"): (
+    (OWN_ANSWERS, LEARNS_GIVEN_ANSWERS): (
         "data.on_policy is {data.on_policy}, but method {config.method} learns from given answers: take one whose "
         "teacher judges the student's own ({judges}), or set data.on_policy to 0"
     ),
-    ("rollout server", "few-bit student"): (
+    (ROLLOUT_SERVER, FEW_BIT_STUDENT): (
         "data.rollout.url is {data.rollout.url}, but student.quantize.weights is {student.quantize.weights}: vLLM "
         "cannot serve such a student, leave one of them out"
     ),
-    ("no teacher", "no task"): _NO_TEACHER,
-    ("no teacher", "learns from a teacher"): _NO_TEACHER,
-    ("no teacher", "no given student"): ("teacher.model is null, so no student can be made of it: name student.model"),
-    ("further methods", "labels alone"): (
+    (NO_TEACHER, NO_TASK): _TEACHER_MISSING,
+    (NO_TEACHER, LEARNS_FROM_A_TEACHER): _TEACHER_MISSING,
+    (NO_TEACHER, NO_GIVEN_STUDENT): ("teacher.model is null, so no student can be made of it: name student.model"),
+    (FURTHER_METHODS, LABELS_ALONE): (
         "also is {config.also}, but method {config.method} has no teacher: make one of them the method"
     ),
-    ("assistants", "labels alone"): (
-        "student.assistants teach, but method {config.method} has no teacher: leave them out"
-    ),
-    ("embedding", "no sentences"): (
+    (ASSISTANTS, LABELS_ALONE): ("student.assistants teach, but method {config.method} has no teacher: leave them out"),
+    (EMBEDDING, NO_SENTENCES): (
         "method embedding compares embeddings of sentences, but data.kind is {data.kind}: set it to sentences"
     ),
-    ("seqkd", "text"): "method seqkd learns answers, but data.kind is text: take kd, or instructions",
-    ("searched layer", "no text"): (
+    (SEQKD, TEXT): "method seqkd learns answers, but data.kind is text: take kd, or instructions",
+    (SEARCHED_LAYER, NO_TEXT): (
         "minilmv2.teacher_layer auto searches on a text: set data.kind to text, or name a layer"
     ),
-    ("searched layer", "no validation set"): (
+    (SEARCHED_LAYER, NO_VALIDATION_SET): (
         "minilmv2.teacher_layer auto scores its candidates on data.valid: name a text there"
     ),
-    ("log_ratio", "given answers"): (
+    (LOG_RATIO, GIVEN_ANSWERS): (
         "kd.divergence is log_ratio, but data.on_policy is 0: on given answers alone it is reverse_kl, take that one"
     ),
-    ("log_ratio", "teacher on a server"): (
+    (LOG_RATIO, TEACHER_ON_A_SERVER): (
         "kd.divergence is log_ratio, but teacher.url gives the most likely tokens alone: run the teacher here"
     ),
-    ("several teachers", "assistants"): (
+    (SEVERAL_TEACHERS, ASSISTANTS): (
         "teacher.others ({others}) cannot be joined with student.assistants: leave one of them out"
     ),
-    ("best kept", "task"): (
+    (BEST_KEPT, TASK): (
         "train.keep_best is {train.keep_best}, but a task is scored only once, after the training: set null"
     ),
-    ("best kept", "no validation set"): (
+    (BEST_KEPT, NO_VALIDATION_SET): (
         "train.keep_best is {train.keep_best}, but there is no validation set: name one as data.valid, or set null"
     ),
     # Of what models and method are
-    ("pairs of segments", "decoder"): (
+    (PAIRS_OF_SEGMENTS, DECODER): (
         "data.text.pairs is true, but {plan.models.student.model_type} is a decoder: leave it out"
     ),
-    ("bare teacher", "output compared"): (
+    (BARE_TEACHER, OUTPUT_COMPARED): (
         "teacher.model {teacher.model} is a {first} without language-model head, but {second} compare its output: give "
         "them the weight 0, or take a teacher with its head"
     ),
-    ("best score kept", "no score"): (
+    (BEST_SCORE_KEPT, NO_SCORE): (
         "train.keep_best is score, but data of the kind {data.kind} have only a validation loss: take loss"
     ),
-    ("packing", "teacher with own masks"): _MASKS.format("data.packing", "teacher"),
-    ("compile", "teacher with own masks"): _MASKS.format("train.compile", "teacher"),
-    ("packing", "student with own masks"): _MASKS.format("data.packing", "student"),
-    ("compile", "student with own masks"): _MASKS.format("train.compile", "student"),
-    ("compile", "ZeRO-3"): _GATHERS.format("ds_config: zero_optimization.stage 3"),
-    ("compile", "sharded teacher"): _GATHERS.format("{second}"),
-    ("checkpointing", "student without checkpointing"): (
+    (PACKING, TEACHER_WITH_OWN_MASKS): _MASKS.format("data.packing", "teacher"),
+    (COMPILE, TEACHER_WITH_OWN_MASKS): _MASKS.format("train.compile", "teacher"),
+    (PACKING, STUDENT_WITH_OWN_MASKS): _MASKS.format("data.packing", "student"),
+    (COMPILE, STUDENT_WITH_OWN_MASKS): _MASKS.format("train.compile", "student"),
+    (COMPILE, ZERO_3): _GATHERS.format("ds_config: zero_optimization.stage 3"),
+    (COMPILE, SHARDED_TEACHER): _GATHERS.format("{second}"),
+    (CHECKPOINTING, STUDENT_WITHOUT_CHECKPOINTING): (
         "train.activation_checkpointing is true, but transformers has none for {second}: set it to false, and take a "
         "smaller train.micro_batch_size"
     ),
-    ("several teachers", "layers compared"): _MORE_THAN_TOKENS,
-    ("several teachers", "sequences compared"): _MORE_THAN_TOKENS,
-    ("several teachers", "no tokens compared"): _MORE_THAN_TOKENS,
-    ("several teachers", "another tokenizer"): (
+    (SEVERAL_TEACHERS, LAYERS_COMPARED): _MORE_THAN_TOKENS,
+    (SEVERAL_TEACHERS, SEQUENCES_COMPARED): _MORE_THAN_TOKENS,
+    (SEVERAL_TEACHERS, NO_TOKENS_COMPARED): _MORE_THAN_TOKENS,
+    (SEVERAL_TEACHERS, ANOTHER_TOKENIZER): (
         "teacher.others ({others}) cannot be joined with another tokenizer: leave one of them out"
     ),
-    ("teachers of rows", "no instructions"): (
+    (TEACHERS_OF_ROWS, NO_INSTRUCTIONS): (
         "teacher.average is rows, but data.kind is {data.kind}: rows of instructions alone name teachers; take "
         "probabilities"
     ),
-    ("given few-bit student", "training"): (
+    (GIVEN_FEW_BIT_STUDENT, TRAINING): (
         "student.model {student.model} has {first} weights, which cannot be trained: give the student that it was made "
         "from, and student.quantize, or make its weights floats by `llmdistill export --to dense`"
     ),
-    ("few-bit teacher", "sharded teacher"): "{first} cannot be sharded: take replicated",
-    ("few-bit student", "ZeRO-3"): (
+    (FEW_BIT_TEACHER, SHARDED_TEACHER): "{first} cannot be sharded: take replicated",
+    (FEW_BIT_STUDENT, ZERO_3): (
         "student.quantize.weights {student.quantize.weights}: the scales of a matrix need all of it, and ZeRO-3 keeps "
         "shares: take ZeRO-2, or none as weights"
     ),
-    ("another tokenizer", "log_ratio"): (
+    (ANOTHER_TOKENIZER, LOG_RATIO): (
         "kd.divergence is log_ratio, but {teacher.model} has another tokenizer than {student.model}: the probability "
         "of one token is compared, take another divergence"
     ),
-    ("another tokenizer", "streaming"): (
+    (ANOTHER_TOKENIZER, STREAMING): (
         "data.streaming is true, but a teacher with another tokenizer needs all prompts before the training: set it to "
         "false, or take a student with the teacher's tokenizer"
     ),
-    ("cached teacher", "no term of a teacher"): (
+    (CACHED_TEACHER, NO_TERM_OF_A_TEACHER): (
         "method {methods} has no teacher, so there is nothing to cache: take another method, such as kd"
     ),
-    ("cached teacher", "changing examples"): (
+    (CACHED_TEACHER, CHANGING_EXAMPLES): (
         "a cache keeps one output of the teacher for each example, but {second}: train with the teacher itself "
         "(teacher.cache null)"
     ),
-    ("cached teacher", "spans"): (
+    (CACHED_TEACHER, SPANS): (
         "a cache keeps no outputs for spans ({data.task.name}): train with the teacher itself (teacher.cache null)"
     ),
-    ("teacher on a server", "another tokenizer"): (
+    (TEACHER_ON_A_SERVER, ANOTHER_TOKENIZER): (
         "teacher.url {teacher.url}: a server is asked about the student's tokens, but teacher and student have "
         "different tokenizers: train with the teacher itself (teacher.url and teacher.top_k null)"
     ),
     **{
-        ("teacher on a server", name): (
+        (TEACHER_ON_A_SERVER, name): (
             f"teacher.url {{teacher.url}}: {why}; train with the teacher itself (teacher.url and teacher.top_k null)"
         )
         for name, why in _OF_VLLM.items()
     },
-    **{("cache by vLLM", name): f"{why}; take --cache.engine hf" for name, why in _OF_VLLM.items()},
+    **{(CACHE_BY_VLLM, name): f"{why}; take --cache.engine hf" for name, why in _OF_VLLM.items()},
 }
-"""Two choices that a run cannot make together -> the sentence: why not, and what instead. The fields are of the run's
-configuration and its plan; `first` and `second` are the details of the two choices."""
+"""Two conditions that cannot both hold -> the sentence: why not, and what instead. The fields are of the run's
+configuration and its plan; `first` and `second` are the details of the two."""
+
+
+NOT_FORECAST = {
+    ASSISTANTS: "the assistants before the student (student.assistants)",
+    SEVERAL_TEACHERS: "the teachers beside teacher.model (teacher.others)",
+    OWN_ANSWERS: "the student's own answers (data.on_policy)",
+}
+"""What a forecast of memory and time leaves out, where these conditions hold."""
 
 
 def excluded_choices() -> dict[str, list[str]]:
     """Return the choices that a run cannot combine with each choice, all as users type them, sorted."""
     excluded: dict[str, list[str]] = {}
     for first, second in CLASHES:
-        excluded.setdefault(CHOICES[first].typed, []).append(CHOICES[second].typed)
+        excluded.setdefault(first.typed, []).append(second.typed)
     return {choice: list(dict.fromkeys(excluded[choice])) for choice in sorted(excluded)}
 
 
@@ -524,25 +527,28 @@ def as_text(width: int = 80) -> str:
 def check_settings(config: RunConfig) -> None:
     """Raise a UserError for two settings that do not go together, before any model is read."""
     for (first, second), sentence in CLASHES.items():
-        of_first, of_second = CHOICES[first].of_config, CHOICES[second].of_config
+        of_first, of_second = first.of_config, second.of_config
         if of_first is not None and of_second is not None and of_first(config) and of_second(config):
             raise UserError(_format_sentence(sentence, config))
 
 
-def check_choices(plan: Plan) -> None:
+def check_conditions(plan: Plan) -> None:
     """Raise a UserError if the models, the method or the data of a run do not go together; settings are checked."""
     for first, second in CLASHES:
-        is_checked = None not in (CHOICES[first].of_config, CHOICES[second].of_config)
-        obstacle = None if is_checked or not CHOICES[first].made_by(plan) else clash(plan, first, [second])
+        is_checked = None not in (first.of_config, second.of_config)
+        obstacle = None if is_checked or not first.holds(plan) else clash(plan, first, [second])
         if obstacle is not None:
             raise UserError(obstacle)
 
 
-def clash(plan: Plan, choice: str, others: Collection[str] = CHOICES.keys()) -> str | None:
-    """Return why a run cannot make a choice, whether it makes it or not, beside others; None if it can."""
+def clash(plan: Plan, condition: Condition, others: Collection[Condition] | None = None) -> str | None:
+    """Return why a condition, whether it holds or not, cannot be joined with others of a run; None if it can.
+
+    `others` are by default all that hold.
+    """
     for (first, second), sentence in CLASHES.items():
-        if first == choice and second in others and CHOICES[second].made_by(plan):
-            details = {"first": CHOICES[first].detail(plan), "second": CHOICES[second].detail(plan)}
+        if first is condition and (others is None or second in others) and second.holds(plan):
+            details = {"first": first.detail(plan), "second": second.detail(plan)}
             return _format_sentence(sentence, plan.config, plan=plan, **details)
     return None
 
@@ -552,7 +558,7 @@ def _format_sentence(sentence: str, config: RunConfig, **more: Any) -> str:
         **vars(config),
         config=config,
         methods=" + ".join(config.methods()),
-        judges=" or ".join(name for name, method in METHODS.items() if method.on_policy),
+        judges=" or ".join(name for name, method in METHODS.items() if method.judges_samples),
         others=", ".join(config.teacher.others),
         **more,
     )

@@ -13,7 +13,7 @@ from llmdistill.artifacts import as_json, compare_records, read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.config.marks import marked
-from llmdistill.config.teacher import OneTeacher
+from llmdistill.config.teacher import OneTeacher, others_of
 from llmdistill.data.references import data_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.files import is_unused, remove_abandoned, write_error, write_json
@@ -74,9 +74,9 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
     references = {f"{block}.{name}": values[block][name] for block, name in _INPUTS}
     references["student.factorize.calibration.data"] = values["student"]["factorize"]["calibration"]["data"]
     caches = {"teacher.cache": values["teacher"].get("cache")}
-    for name, other in values["teacher"].get("others", {}).items():
-        references[f"teacher.others.{name}.model"] = other["model"]
-        caches[f"teacher.others.{name}.cache"] = other.get("cache")
+    for key, other in others_of(values["teacher"]):
+        references[f"{key}.model"] = other["model"]
+        caches[f"{key}.cache"] = other.get("cache")
     of_cache = {key: cache_fingerprint(Path(cache)) for key, cache in caches.items() if cache is not None}
     if values["train"].get("keep_best") is not None:
         references["data.valid"] = values["data"]["valid"]
@@ -109,7 +109,7 @@ def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             block = block[parent]
         block.pop(name, None)
-    for other in shaping["teacher"].get("others", {}).values():
+    for _, other in others_of(shaping["teacher"]):
         for name in marked(OneTeacher, "free"):
             other.pop(name, None)
     return dict(shaping)

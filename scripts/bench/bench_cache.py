@@ -33,10 +33,10 @@ from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache_folder import CacheFolder
 from llmdistill.teachers.cached import CachedTeacher
+from llmdistill.teachers.live import make_teacher
 from llmdistill.teachers.rows import Request
 from llmdistill.training.cache import make_cache
 from llmdistill.training.plan import make_plan
-from llmdistill.training.teachers import make_teacher
 
 KEPT = {"kd": ("hidden_states", "top_k"), "makd": ("hidden_states",)}
 """Contents of the caches that are measured, by method."""

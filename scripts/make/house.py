@@ -27,12 +27,12 @@ FEATURES = {
     "on-policy": r"on_policy|own_answers|OwnAnswers",
     "teacher.url": r"teacher\.url|RemoteTeacher|TeacherServer|ServerSource",
     "visible_until": r"visible_until",
-    "several teachers": r"teacher\.others|SeveralHeads|AveragedTeachers|TeachersOfRows|teachers?\.average\b",
+    "several teachers": r"teacher\.others|SeveralHeads|AveragedTeachers|TeachersOfRows|(?<!self\.)teachers?\.average\b",
 }
 """An optional feature, and what a file that knows of it says: its setting, or a name of its code.
 
 `quantize` is the setting student.quantize; what transformers calls quantizer, quantize_dynamic of ONNX Runtime and the
-dequantized weights of GGUF are not meant.
+dequantized weights of GGUF are not meant. In report/results.py self.teacher.average is an average of scores.
 """
 HOMES = ("cache", "answers", "sentences", "windows", "chunks", "artifacts", "card", "checkpoints")
 PARAMETERS = 7

@@ -15,10 +15,12 @@ import torch
 from tiny import tiny_model
 
 from llmdistill import DistillationLoss
+from llmdistill.batch import TopK
 from llmdistill.config import StudentConfig, TeacherConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import FieldError, UserError
 from llmdistill.losses import DIVERGENCES
+from llmdistill.losses.top_k import softened
 from llmdistill.methods import METHODS
 from llmdistill.methods.kd import KdConfig
 from llmdistill.models.families import FAMILIES
@@ -27,8 +29,8 @@ from llmdistill.models.load import load_model
 from llmdistill.step.taps import Recorder
 from llmdistill.tasks import TASKS
 from llmdistill.tasks.glue import GLUE_TASKS
+from llmdistill.teachers.sources import TEACHERS, TeacherSource, source_of
 from llmdistill.training.plan import make_plan
-from llmdistill.training.sources import TEACHERS, source_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
@@ -73,7 +75,7 @@ def folder(tmp_path, monkeypatch):
     for table, entries in zip(tables, before, strict=True):
         table.clear()
         table.update(entries)
-    for name in ("hellinger", "mine", "olmo3", "parity", "pruned", "wise"):
+    for name in ("hellinger", "mine", "norms", "olmo3", "parity", "pruned", "wise"):
         sys.modules.pop(name, None)
 
 
@@ -152,6 +154,35 @@ def test_a_teacher_of_ones_own_is_learned_from(capfd):
         source_of(TeacherConfig(source="wize"))
     with pytest.raises(FieldError, match=r"source is wise, but there is teacher\.cache too"):
         TeacherConfig(source="wise", cache="runs/cache")
+
+
+def test_settings_of_ones_own_teacher_are_checked():
+    sys.modules.pop("wise", None)
+    from wise import WISE
+
+    assert WISE.settings_of(TeacherConfig(source="wise", settings={"right": 0.5})).right == 0.5
+    assert WISE.settings_of(TeacherConfig(source="wise")).right == 0.9
+    with pytest.raises(UserError, match=r"teacher\.settings\.rihgt: .*did you mean teacher\.settings\.right"):
+        WISE.settings_of(TeacherConfig(source="wise", settings={"rihgt": 0.5}))
+    with pytest.raises(UserError, match=r"teacher\.settings\.right.*half"):
+        WISE.settings_of(TeacherConfig(source="wise", settings={"right": "half"}))
+    with pytest.raises(UserError, match=r"teacher\.settings\.k: plain has no settings"):
+        TeacherSource().settings_of(TeacherConfig(source="plain", settings={"k": 1}))
+    with pytest.raises(FieldError, match=r"settings are those of teacher\.source"):
+        TeacherConfig(settings={"right": 0.5})
+
+
+def test_a_teacher_of_likely_tokens_says_which_temperature_it_lacks():
+    with pytest.raises(UserError, match=r"temperature 2.* at 1"):
+        softened(TopK(torch.zeros(1, 1).long(), torch.zeros(1, 1), {1.0: torch.zeros(1)}), 2.0)
+
+
+def test_a_callback_of_ones_own_logs_with_each_row():
+    names = run_block("A callback")
+    norms = [row["weight_norm"] for row in names["result"].history if "weight_norm" in row]
+    weights = [weight.detach().float().square().sum() for weight in names["result"].student.parameters()]
+    assert len(norms) == 2
+    assert norms[-1] == pytest.approx(float(sum(weights).sqrt()), rel=1e-2)  # the student is saved in bf16 or fp32
 
 
 def test_an_architecture_of_ones_own_is_tapped_right():
@@ -244,7 +275,7 @@ def test_a_package_makes_its_methods_divergences_tasks_teachers_and_forms_known_
         "print(METHODS['last'].label, METHODS['kd'].settings.__name__, 'lost' in METHODS)\n"
         "from llmdistill.losses import DIVERGENCES\nprint(DIVERGENCES['hellinger'].formula, DIVERGENCES['jsd'].label)\n"
         "print(TASKS['parity'], is_task('PARITY'), TASKS['rte'])\n"
-        "from llmdistill.config import TeacherConfig\nfrom llmdistill.training.sources import TEACHERS, source_of\n"
+        "from llmdistill.config import TeacherConfig\nfrom llmdistill.teachers.sources import TEACHERS, source_of\n"
         "print([*TEACHERS], type(source_of(TeacherConfig(source='wise'))).__name__)\n"
         "from llmdistill.models.forms import FORMS, exported_forms\n"
         "print({name: type(form).__name__ for name, form in FORMS.items()}, [*exported_forms()])"

@@ -1,4 +1,4 @@
-"""Whether a training is healthy: finite numbers, a loss that does not jump, terms that teach, answers that agree."""
+"""Whether a training is healthy: finite numbers, a loss that does not jump, terms that teach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import ClassVar
 from llmdistill.training.callbacks.base import Accumulator, Callback, TrainState, check_order
 from llmdistill.training.callbacks.finite import FiniteSteps
 from llmdistill.training.callbacks.loss_watch import LossWatch
-from llmdistill.training.callbacks.own_answers import OwnAnswers
 from llmdistill.training.callbacks.uneven_terms import UnevenTerms
 from llmdistill.training.plan import Plan
 from llmdistill.training.trainer import Trainer
@@ -22,12 +21,12 @@ class Health:
     reads: ClassVar[tuple[str, ...]] = tuple(
         dict.fromkeys(
             field
-            for watch in (FiniteSteps, LossWatch, UnevenTerms, OwnAnswers)
+            for watch in (FiniteSteps, LossWatch, UnevenTerms)
             for field in watch.reads
             if field not in FiniteSteps.gives
         )
     )
-    gives: ClassVar[tuple[str, ...]] = (*FiniteSteps.gives, *LossWatch.gives, *UnevenTerms.gives, *OwnAnswers.gives)
+    gives: ClassVar[tuple[str, ...]] = (*FiniteSteps.gives, *LossWatch.gives, *UnevenTerms.gives)
 
     watches: Sequence[Callback]
     accumulators: Mapping[str, Accumulator]
@@ -38,8 +37,6 @@ class Health:
         """Return the watches of a run, whose log has these rows so far."""
         finite, loss = FiniteSteps(trainer, plan.folder), LossWatch(plan.method.weights, rows)
         watches: list[Callback] = [finite, loss, UnevenTerms(trainer)]
-        if plan.config.data.on_policy > 0:
-            watches.append(OwnAnswers(trainer, plan.models.vocabulary))
         check_order(watches)
         return cls(watches, {"loss": loss, "finite": finite})
 

@@ -43,7 +43,7 @@ class UnevenTerms:
         if state.step != _MEASURED_STEP or trainer.engine.zero_optimization_stage() == 3 or len(method.weights) == 1:
             return
         batch = trainer.moved(state.micro_batches[0])
-        if batch.own_answers:  # they are no labels, so the terms on labels have no gradient
+        if batch.has_sampled_labels:  # they are no labels, so the terms on labels have no gradient
             return
 
         def compute_targets() -> Outputs | None:

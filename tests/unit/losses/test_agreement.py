@@ -2,8 +2,9 @@
 
 import torch
 
-from llmdistill.batch import HeadInputs, SeveralHeads, TopK
+from llmdistill.batch import HeadInputs, TopK
 from llmdistill.losses import agreement
+from llmdistill.losses.several import SeveralHeads
 
 N, V, W, K = 7, 30, 4, 3
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from llmdistill.batch import HeadInputs, SeveralHeads
+from llmdistill.batch import HeadInputs
 from llmdistill.losses.divergence import FORWARD_KL, REVERSE_KL
 from llmdistill.losses.head import token_losses
+from llmdistill.losses.several import SeveralHeads
 from llmdistill.losses.terms import TokenTerm
 
 N, V, K = 7, 11, 5

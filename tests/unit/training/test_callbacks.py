@@ -16,12 +16,12 @@ from llmdistill.training.callbacks.finite import FiniteSteps
 from llmdistill.training.callbacks.health import Health
 from llmdistill.training.callbacks.log_rows import LogRows
 from llmdistill.training.callbacks.loss_watch import LossWatch
-from llmdistill.training.callbacks.own_answers import OwnAnswers
 from llmdistill.training.callbacks.saving import Checkpoints
 from llmdistill.training.callbacks.server import ServerAnswers
 from llmdistill.training.callbacks.stopping import Stopping
 from llmdistill.training.callbacks.uneven_terms import UnevenTerms
 from llmdistill.training.callbacks.validation import Validation
+from llmdistill.training.rollouts import OwnAnswers
 
 IN_ORDER = (
     *(Stopping, ServerAnswers, FiniteSteps, LossWatch, UnevenTerms, OwnAnswers, Validation, BestStudent, LogRows),
@@ -74,11 +74,11 @@ def made(*classes):
 
 def test_the_order_of_a_run_is_right():
     check_order(made(*IN_ORDER))
-    check_order(made(Stopping, ServerAnswers, Health, Validation, BestStudent, LogRows, Checkpoints))
+    check_order(made(Stopping, ServerAnswers, Health, OwnAnswers, Validation, BestStudent, LogRows, Checkpoints))
 
 
 def test_health_is_what_its_watches_read_and_give():
-    watches = (FiniteSteps, LossWatch, UnevenTerms, OwnAnswers)
+    watches = (FiniteSteps, LossWatch, UnevenTerms)
     given = {field for watch in watches for field in watch.gives}
     assert {*Health.gives} == given
     assert {*Health.reads} == {field for watch in watches for field in watch.reads} - given

@@ -24,8 +24,9 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.training import rules
 from llmdistill.training.plan import make_plans
-from llmdistill.training.rules import CHOICES, CLASHES, clash
+from llmdistill.training.rules import CLASHES, Condition, clash
 
 from support import write_rows
 
@@ -106,75 +107,75 @@ CHOSEN: dict[str, dict[str, Any]] = {
 """Choices by the settings that make them."""
 
 
-EXAMPLES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("buckets", "text"): ("text of a decoder", "buckets"),
-    ("buckets", "task"): ("classes", "buckets"),
-    ("tests", "task"): ("classes", "tests"),
-    ("own answers", "no instructions"): ("text of a decoder", "on-policy"),
-    ("rollout", "no instructions"): ("text of a decoder", "rollout alone"),
-    ("streaming", "no instructions"): ("sentences", "streaming"),
-    ("packing", "no instructions"): ("text of a decoder", "packing"),
-    ("prompt", "no instructions"): ("classes", "prompt"),
-    ("rollout server", "given answers"): ("rollout alone",),
-    ("packing", "own answers"): ("packing", "on-policy"),
-    ("streaming", "weighted files"): ("streaming", "weighted files"),
-    ("epochs", "instructions"): ("instructions", "epochs"),
-    ("teacher on a server", "no teacher"): ("no teacher", "server"),
-    ("teacher on a server", "cached teacher"): ("cache", "server"),
-    ("teacher on a server", "several teachers"): ("server", "several"),
-    ("adapters", "Kronecker student"): ("Kronecker", "adapters"),
-    ("few-bit student", "Kronecker student"): ("Kronecker", "few bits"),
-    ("few-bit student", "adapters"): ("adapters", "few bits"),
-    ("given student", "shape"): ("given student", "shape"),
-    ("given student", "assistants"): ("given student", "assistants alone"),
-    ("assistants", "factorized student"): ("assistants alone",),
-    ("assistants", "sentences"): ("sentences", "assistants"),
-    ("weighted start", "given student"): ("given student", "weighted"),
-    ("weighted start", "shape"): ("shape", "weighted"),
-    ("calibration data", "nothing measured"): ("calibration data",),
-    ("own answers", "learns given answers"): ("minilm", "on-policy"),
-    ("rollout server", "few-bit student"): ("few bits", "rollout"),
-    ("no teacher", "no task"): ("no teacher", "sft"),
-    ("no teacher", "learns from a teacher"): ("classes", "no teacher"),
-    ("no teacher", "no given student"): ("labels of a task",),
-    ("further methods", "labels alone"): ("sft", "also"),
-    ("assistants", "labels alone"): ("sft", "assistants"),
-    ("embedding", "no sentences"): ("instructions", "embedding"),
-    ("seqkd", "text"): ("text of a decoder", "seqkd"),
-    ("searched layer", "no text"): ("instructions", "searched layer"),
-    ("searched layer", "no validation set"): ("text of an encoder", "searched layer"),
-    ("log_ratio", "given answers"): ("log_ratio of given answers",),
-    ("log_ratio", "teacher on a server"): ("server", "log_ratio"),
-    ("several teachers", "assistants"): ("several", "assistants"),
-    ("best kept", "task"): ("classes", "best loss"),
-    ("best kept", "no validation set"): ("best loss",),
-    ("pairs of segments", "decoder"): ("text of a decoder", "pairs"),
-    ("bare teacher", "output compared"): ("bare encoder", "kd"),
-    ("best score kept", "no score"): ("text of a decoder", "best score"),
-    ("packing", "teacher with own masks"): ("own masks", "packing"),
-    ("compile", "teacher with own masks"): ("own masks", "compile"),
-    ("packing", "student with own masks"): ("student with own masks", "packing"),
-    ("compile", "student with own masks"): ("student with own masks", "compile"),
-    ("compile", "ZeRO-3"): ("ZeRO-3", "compile"),
-    ("compile", "sharded teacher"): ("one of several sharded", "compile"),
-    ("checkpointing", "student without checkpointing"): ("no checkpointing", "checkpointing"),
-    ("several teachers", "layers compared"): ("several", "makd"),
-    ("several teachers", "sequences compared"): ("classes", "several"),
-    ("several teachers", "no tokens compared"): ("several", "minilm"),
-    ("several teachers", "another tokenizer"): ("several", "another tokenizer"),
-    ("teachers of rows", "no instructions"): ("text of a decoder", "rows"),
-    ("given few-bit student", "training"): ("few-bit given student",),
-    ("few-bit teacher", "sharded teacher"): ("sharded", "few-bit teacher"),
-    ("few-bit student", "ZeRO-3"): ("ZeRO-3", "few bits"),
-    ("another tokenizer", "log_ratio"): ("another tokenizer", "log_ratio"),
-    ("another tokenizer", "streaming"): ("another tokenizer", "streaming"),
-    ("cached teacher", "changing examples"): ("cache", "streaming"),
-    ("cached teacher", "spans"): ("spans", "cache"),
-    ("teacher on a server", "another tokenizer"): ("server", "another tokenizer"),
-    ("teacher on a server", "encoder"): ("text of an encoder", "server"),
-    ("teacher on a server", "layers compared"): ("server", "makd"),
-    ("teacher on a server", "sequences compared"): ("server", "minilm"),
-    ("teacher on a server", "no tokens compared"): ("server", "minilm"),
+EXAMPLES: dict[tuple[Condition, Condition], tuple[str, ...]] = {
+    (rules.BUCKETS, rules.TEXT): ("text of a decoder", "buckets"),
+    (rules.BUCKETS, rules.TASK): ("classes", "buckets"),
+    (rules.TESTS, rules.TASK): ("classes", "tests"),
+    (rules.OWN_ANSWERS, rules.NO_INSTRUCTIONS): ("text of a decoder", "on-policy"),
+    (rules.ROLLOUT, rules.NO_INSTRUCTIONS): ("text of a decoder", "rollout alone"),
+    (rules.STREAMING, rules.NO_INSTRUCTIONS): ("sentences", "streaming"),
+    (rules.PACKING, rules.NO_INSTRUCTIONS): ("text of a decoder", "packing"),
+    (rules.PROMPT, rules.NO_INSTRUCTIONS): ("classes", "prompt"),
+    (rules.ROLLOUT_SERVER, rules.GIVEN_ANSWERS): ("rollout alone",),
+    (rules.PACKING, rules.OWN_ANSWERS): ("packing", "on-policy"),
+    (rules.STREAMING, rules.WEIGHTED_FILES): ("streaming", "weighted files"),
+    (rules.EPOCHS, rules.INSTRUCTIONS): ("instructions", "epochs"),
+    (rules.TEACHER_ON_A_SERVER, rules.NO_TEACHER): ("no teacher", "server"),
+    (rules.TEACHER_ON_A_SERVER, rules.CACHED_TEACHER): ("cache", "server"),
+    (rules.TEACHER_ON_A_SERVER, rules.SEVERAL_TEACHERS): ("server", "several"),
+    (rules.ADAPTERS, rules.KRONECKER_STUDENT): ("Kronecker", "adapters"),
+    (rules.FEW_BIT_STUDENT, rules.KRONECKER_STUDENT): ("Kronecker", "few bits"),
+    (rules.FEW_BIT_STUDENT, rules.ADAPTERS): ("adapters", "few bits"),
+    (rules.GIVEN_STUDENT, rules.SHAPE): ("given student", "shape"),
+    (rules.GIVEN_STUDENT, rules.ASSISTANTS): ("given student", "assistants alone"),
+    (rules.ASSISTANTS, rules.FACTORIZED_STUDENT): ("assistants alone",),
+    (rules.ASSISTANTS, rules.SENTENCES): ("sentences", "assistants"),
+    (rules.WEIGHTED_START, rules.GIVEN_STUDENT): ("given student", "weighted"),
+    (rules.WEIGHTED_START, rules.SHAPE): ("shape", "weighted"),
+    (rules.CALIBRATION_DATA, rules.NOTHING_MEASURED): ("calibration data",),
+    (rules.OWN_ANSWERS, rules.LEARNS_GIVEN_ANSWERS): ("minilm", "on-policy"),
+    (rules.ROLLOUT_SERVER, rules.FEW_BIT_STUDENT): ("few bits", "rollout"),
+    (rules.NO_TEACHER, rules.NO_TASK): ("no teacher", "sft"),
+    (rules.NO_TEACHER, rules.LEARNS_FROM_A_TEACHER): ("classes", "no teacher"),
+    (rules.NO_TEACHER, rules.NO_GIVEN_STUDENT): ("labels of a task",),
+    (rules.FURTHER_METHODS, rules.LABELS_ALONE): ("sft", "also"),
+    (rules.ASSISTANTS, rules.LABELS_ALONE): ("sft", "assistants"),
+    (rules.EMBEDDING, rules.NO_SENTENCES): ("instructions", "embedding"),
+    (rules.SEQKD, rules.TEXT): ("text of a decoder", "seqkd"),
+    (rules.SEARCHED_LAYER, rules.NO_TEXT): ("instructions", "searched layer"),
+    (rules.SEARCHED_LAYER, rules.NO_VALIDATION_SET): ("text of an encoder", "searched layer"),
+    (rules.LOG_RATIO, rules.GIVEN_ANSWERS): ("log_ratio of given answers",),
+    (rules.LOG_RATIO, rules.TEACHER_ON_A_SERVER): ("server", "log_ratio"),
+    (rules.SEVERAL_TEACHERS, rules.ASSISTANTS): ("several", "assistants"),
+    (rules.BEST_KEPT, rules.TASK): ("classes", "best loss"),
+    (rules.BEST_KEPT, rules.NO_VALIDATION_SET): ("best loss",),
+    (rules.PAIRS_OF_SEGMENTS, rules.DECODER): ("text of a decoder", "pairs"),
+    (rules.BARE_TEACHER, rules.OUTPUT_COMPARED): ("bare encoder", "kd"),
+    (rules.BEST_SCORE_KEPT, rules.NO_SCORE): ("text of a decoder", "best score"),
+    (rules.PACKING, rules.TEACHER_WITH_OWN_MASKS): ("own masks", "packing"),
+    (rules.COMPILE, rules.TEACHER_WITH_OWN_MASKS): ("own masks", "compile"),
+    (rules.PACKING, rules.STUDENT_WITH_OWN_MASKS): ("student with own masks", "packing"),
+    (rules.COMPILE, rules.STUDENT_WITH_OWN_MASKS): ("student with own masks", "compile"),
+    (rules.COMPILE, rules.ZERO_3): ("ZeRO-3", "compile"),
+    (rules.COMPILE, rules.SHARDED_TEACHER): ("one of several sharded", "compile"),
+    (rules.CHECKPOINTING, rules.STUDENT_WITHOUT_CHECKPOINTING): ("no checkpointing", "checkpointing"),
+    (rules.SEVERAL_TEACHERS, rules.LAYERS_COMPARED): ("several", "makd"),
+    (rules.SEVERAL_TEACHERS, rules.SEQUENCES_COMPARED): ("classes", "several"),
+    (rules.SEVERAL_TEACHERS, rules.NO_TOKENS_COMPARED): ("several", "minilm"),
+    (rules.SEVERAL_TEACHERS, rules.ANOTHER_TOKENIZER): ("several", "another tokenizer"),
+    (rules.TEACHERS_OF_ROWS, rules.NO_INSTRUCTIONS): ("text of a decoder", "rows"),
+    (rules.GIVEN_FEW_BIT_STUDENT, rules.TRAINING): ("few-bit given student",),
+    (rules.FEW_BIT_TEACHER, rules.SHARDED_TEACHER): ("sharded", "few-bit teacher"),
+    (rules.FEW_BIT_STUDENT, rules.ZERO_3): ("ZeRO-3", "few bits"),
+    (rules.ANOTHER_TOKENIZER, rules.LOG_RATIO): ("another tokenizer", "log_ratio"),
+    (rules.ANOTHER_TOKENIZER, rules.STREAMING): ("another tokenizer", "streaming"),
+    (rules.CACHED_TEACHER, rules.CHANGING_EXAMPLES): ("cache", "streaming"),
+    (rules.CACHED_TEACHER, rules.SPANS): ("spans", "cache"),
+    (rules.TEACHER_ON_A_SERVER, rules.ANOTHER_TOKENIZER): ("server", "another tokenizer"),
+    (rules.TEACHER_ON_A_SERVER, rules.ENCODER): ("text of an encoder", "server"),
+    (rules.TEACHER_ON_A_SERVER, rules.LAYERS_COMPARED): ("server", "makd"),
+    (rules.TEACHER_ON_A_SERVER, rules.SEQUENCES_COMPARED): ("server", "minilm"),
+    (rules.TEACHER_ON_A_SERVER, rules.NO_TOKENS_COMPARED): ("server", "minilm"),
 }
 """Each row of the table, and a run that meets it."""
 
@@ -283,8 +284,8 @@ def test_help_lists_what_the_table_has(capsys):
     assert max(map(len, text.splitlines())) <= 100
     words = " ".join(text.split())
     for first, second in CLASHES:
-        _, _, after = words.partition(f" {CHOICES[first].typed.replace('`', '')} not with ")
-        assert CHOICES[second].typed.replace("`", "") in after
+        _, _, after = words.partition(f" {first.typed.replace('`', '')} not with ")
+        assert second.typed.replace("`", "") in after
 
 
 def test_the_page_has_the_table():
@@ -302,13 +303,19 @@ def refusal(names: Sequence[str], files: Mapping[str, str]) -> str | None:
     return None
 
 
-def is_of(row: tuple[str, str], said: str) -> bool:
+def text_of(part: Condition | str) -> str:
+    return part.typed if isinstance(part, Condition) else part
+
+
+def is_of(row: tuple[Condition, Condition], said: str) -> bool:
     """Whether a sentence is that of a row of the table, with the values of a run."""
     fixed = re.split(r"{[^}]*}", CLASHES[row])
     return re.fullmatch(".+".join(map(re.escape, fixed)), said) is not None
 
 
-@pytest.mark.parametrize(("row", "names"), EXAMPLES.items(), ids=lambda each: " x ".join(each))
+@pytest.mark.parametrize(
+    ("row", "names"), EXAMPLES.items(), ids=lambda each: " x ".join(getattr(part, "typed", part) for part in each)
+)
 def test_each_row_of_the_table_is_told_to_those_who_meet_it(files, row, names):
     said = refusal(names, files)
     assert said is not None
@@ -316,8 +323,8 @@ def test_each_row_of_the_table_is_told_to_those_who_meet_it(files, row, names):
 
 
 def test_a_row_of_the_table_is_of_choices_and_has_an_example():
-    assert {name for row in CLASHES for name in row} == CHOICES.keys()
-    asked = {row for row in CLASHES if row[0] in ("cache by vLLM", "cached teacher")}  # by a command, see below
+    assert {each for row in CLASHES for each in row} == {v for v in vars(rules).values() if isinstance(v, Condition)}
+    asked = {row for row in CLASHES if row[0] in (rules.CACHE_BY_VLLM, rules.CACHED_TEACHER)}  # by a command, see below
     assert CLASHES.keys() - asked <= EXAMPLES.keys() <= CLASHES.keys()
 
 
@@ -334,7 +341,7 @@ def test_a_row_of_the_table_is_of_choices_and_has_an_example():
 def test_a_command_is_told_why_it_makes_no_cache(files, names, by_cache, by_vllm):
     """The run itself has no cache: it is the command that is about to make one."""
     (plan,) = make_plans(config_of((*names, "server") if names == ("instructions",) else names, files), 1)
-    for wanted, said in ((by_cache, clash(plan, "cached teacher")), (by_vllm, clash(plan, "cache by vLLM"))):
+    for wanted, said in ((by_cache, clash(plan, rules.CACHED_TEACHER)), (by_vllm, clash(plan, rules.CACHE_BY_VLLM))):
         assert (said is None) == (wanted is None), said
         assert wanted is None or re.match(wanted, str(said))
 

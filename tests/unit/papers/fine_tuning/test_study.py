@@ -181,7 +181,7 @@ def test_a_student_learns_from_fine_tuned_teachers_which_are_scored_once(evaluat
     assert results["warnings"] == []
     assert not [name for name in load_file(tmp_path / "out/RTE/best/model.safetensors") if "projectors" in name]
     assert list(results["params"]) == ["teacher", "model"]
-    monkeypatch.setattr("llmdistill.training.teachers.load_teacher", None)
+    monkeypatch.setattr("llmdistill.teachers.live.load_teacher", None)
     assert evaluate(*words)[0]["tasks"] == results["tasks"]
 
 

@@ -1,0 +1,175 @@
+"""The protocol of what gives the outputs of a run's teacher, and what it knows of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llmdistill.batch import Batch
+from llmdistill.config import OneTeacher, RunConfig
+from llmdistill.config.cache import CacheConfig
+from llmdistill.config.command_line import changed
+from llmdistill.config.teacher import TeacherConfig
+from llmdistill.errors import UserError
+from llmdistill.models.heads import HeadName
+from llmdistill.step.method import Method
+from llmdistill.step.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A loaded teacher."""
+
+    model: PreTrainedModel
+    forward: Callable[..., Any]
+    """The forward pass to call: the model itself, or the DeepSpeed engine that gathers the model's shards."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a forward pass needs every rank."""
+        return self.forward is not self.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTeacher:
+    """One of a run's teachers."""
+
+    key: str
+    """Where its settings are, see `key_of`."""
+    settings: OneTeacher
+    path: Path
+    dtype: torch.dtype
+
+
+class TeacherModels(Protocol):
+    """What a source reads of the models of a run; see `training.resolved.RunModels`."""
+
+    @property
+    def teacher(self) -> PreTrainedConfig: ...
+    @property
+    def teacher_head(self) -> HeadName: ...
+    @property
+    def teachers(self) -> Mapping[str, RunTeacher]: ...
+    @property
+    def vocabulary(self) -> int | None: ...
+    @property
+    def compared_tokens(self) -> int: ...
+
+
+class TaughtData(Protocol):
+    """What a source reads of the data of a run; see `tasks.base.TaskData`."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    def teacher_tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    def teacher_prompts(self) -> Mapping[int, Sequence[int]] | None: ...
+
+    def taught_examples(self) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]: ...
+
+
+class TeacherPlan(Protocol):
+    """What a source reads of the plan of a run."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def method(self) -> Method: ...
+    @property
+    def models(self) -> TeacherModels: ...
+    @property
+    def folder(self) -> Path: ...
+
+
+@dataclass(frozen=True)
+class TeacherRun:
+    """What a teacher of a run's steps is built from."""
+
+    plan: TeacherPlan
+    data: TaughtData
+    load: Callable[[str], LiveTeacher]
+    """Loads one of `models.teachers` by its name; every rank must call it."""
+
+
+class TeacherSource:
+    """A source of a teacher's outputs. Only `build` must be its own; the other methods then say and check nothing.
+
+    Of `teacher.model` a run still reads the configuration and the tokenizer, and its weights where the student is made
+    from them.
+    """
+
+    settings: ClassVar[type[Any] | None] = None
+    """The class of teacher.settings, a dataclass like those of `llmdistill.config`; None if there are none."""
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether `teacher.model` itself runs in the steps."""
+        return False
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether a cache of a teacher must hold its whole distributions."""
+        return False
+
+    def settings_of(self, teacher: TeacherConfig) -> Any:
+        """Return teacher.settings as an object of `settings`, None without them; a UserError if they do not fit."""
+        if self.settings is None:
+            if teacher.settings:
+                raise UserError(f"teacher.settings.{min(teacher.settings)}: {teacher.source} has no settings")
+            return None
+        return changed(self.settings(), teacher.settings, key="teacher.settings")
+
+    def build(self, run: TeacherRun) -> Teacher:
+        """Return the teacher of a run's steps; every rank calls it."""
+        raise NotImplementedError
+
+    def describe(self, teacher: TeacherConfig) -> str:
+        """What the first lines of a run add to the teacher."""
+        return f", its outputs come from {teacher.source}; it is not scored"
+
+    def check_plan(self, plan: TeacherPlan) -> None:
+        """Raise a UserError if it cannot give what the method of a run compares."""
+
+    def check_there(self, plan: TeacherPlan) -> tuple[str, str] | None:
+        """Raise a UserError if it does not answer; return the setting that names it, and its state in words."""
+        return "teacher.source", f"{plan.config.teacher.source} is there"
+
+    def unforecast(self, teacher: TeacherConfig) -> str | None:
+        """Say why `llmdistill plan` cannot forecast it, with a remedy; None if it can."""
+        return f"teacher.source is {teacher.source}, and what it costs is not forecast: leave it out"
+
+    def examples(
+        self, plan: TeacherPlan, data: TaughtData, name: str
+    ) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
+        """Return the examples that a cache of one of the teachers has, and what collates them."""
+        return data.taught_examples()
+
+    def cache_settings(self, plan: TeacherPlan, settings: CacheConfig) -> CacheConfig:
+        """Return the settings of a cache that it fills, once it has answered; a UserError if it fills none."""
+        raise UserError(f"teacher.source {plan.config.teacher.source} fills no cache: train with it itself")
+
+    def scorer(self, plan: TeacherPlan) -> Callable[..., Any] | None:
+        """Return what scores the texts of a cache, as `write_by_scorer` calls it; None: the model of the run."""
+        return None
+
+
+class ModelSource(TeacherSource):
+    """A source whose outputs come from models that the run can load, or from a cache of these."""
+
+    def describe(self, teacher: TeacherConfig) -> str:
+        return ""
+
+    def check_there(self, plan: TeacherPlan) -> tuple[str, str] | None:
+        return None
+
+    def unforecast(self, teacher: TeacherConfig) -> str | None:
+        return None
+
+    def cache_settings(self, plan: TeacherPlan, settings: CacheConfig) -> CacheConfig:
+        return settings

@@ -1,0 +1,43 @@
+"""Which source gives the outputs of a run's teacher: one of this folder, or an entry point of another package."""
+
+from __future__ import annotations
+
+from llmdistill.config.strict import did_you_mean
+from llmdistill.config.teacher import TeacherConfig
+from llmdistill.errors import UserError
+from llmdistill.plugins import load_plugins
+from llmdistill.teachers.cached import CachedSource
+from llmdistill.teachers.live import LiveSource
+from llmdistill.teachers.remote import ServerSource
+from llmdistill.teachers.several import SeveralSource
+from llmdistill.teachers.source import TeacherRun, TeacherSource
+from llmdistill.teachers.translated import TranslatedSource
+
+TEACHERS: dict[str, TeacherSource] = {}
+"""Those of other packages, by the name that teacher.source has."""
+
+__all__ = ["TEACHERS", "TeacherRun", "TeacherSource", "source_of"]
+
+
+def source_of(teacher: TeacherConfig, *, translates: bool = False) -> TeacherSource:
+    """Return the source that settings choose; with `translates` the teacher has another tokenizer than the student."""
+    source: TeacherSource
+    if teacher.source is not None:
+        if teacher.source not in TEACHERS:
+            raise UserError(
+                f"teacher.source {teacher.source}: no installed package has an entry point of this name in "
+                f"llmdistill.teachers{did_you_mean(teacher.source, TEACHERS)}"
+            )
+        source = TEACHERS[teacher.source]
+    elif teacher.url is not None:
+        source = ServerSource()
+    else:
+        parts = {
+            name: LiveSource(name) if one.cache is None else CachedSource(name)
+            for name, one in teacher.everyone.items()
+        }
+        source = parts[""] if len(parts) == 1 else SeveralSource(parts)
+    return TranslatedSource(source) if translates else source
+
+
+TEACHERS |= load_plugins("llmdistill.teachers", ("server",))  # last, because the packages import the names above
