@@ -49,7 +49,7 @@ def import_everything() -> None:
             importlib.import_module(module.name)
     for name in LATE_IMPORTS:
         importlib.import_module(name)
-    importlib.import_module("llmdistill.runtime.extensions").watch_locks()
+    importlib.import_module("llmdistill.runtime.extensions").replace_torch_locks()
     importlib.import_module("deepspeed.comm.torch").build_shm_op()
     methods = importlib.import_module("llmdistill.methods").METHODS
     importlib.import_module("llmdistill.config.command_line").run_parser(methods)

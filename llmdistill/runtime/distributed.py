@@ -20,7 +20,7 @@ from torch import Tensor
 from llmdistill.errors import RankError, UserError
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import choose_accelerator, default_device, has_compiler
-from llmdistill.runtime.extensions import watch_locks
+from llmdistill.runtime.extensions import replace_torch_locks
 from llmdistill.runtime.launch import (
     DEFAULT_PORT,
     free_port,
@@ -112,7 +112,7 @@ def init_distributed(command: str = "") -> World:
     # Imported here, so that reading a configuration or --help does not wait for DeepSpeed.
     import deepspeed
 
-    watch_locks()
+    replace_torch_locks()
     # A single process can use any free port, so that several runs can share a machine. The agent of torchrun listens
     # on the port of the environment itself.
     if launched_ranks() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

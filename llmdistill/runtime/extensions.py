@@ -26,7 +26,7 @@ file system that machines share it may be another one's, which changes no file w
 _SHARED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse", "9p", "virtiofs")
 
 
-def watch_locks() -> None:
+def replace_torch_locks() -> None:
     """From now on this process takes the locks of torch's extensions as `Lock` does."""
     from torch.utils import cpp_extension
 

@@ -99,43 +99,41 @@ def _end_rank(error: BaseException) -> int:
     rank = int(os.environ.get("RANK", "0"))
     module = sys.modules.get("llmdistill.runtime.distributed")
     node = None if module is None else module.node()
-    everywhere, own, code = getattr(error, "everywhere", False), False, 1
-    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_LOST)
+    is_everywhere, is_own, code = getattr(error, "everywhere", False), False, 1
+    lost_connection = isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_LOST)
     where = f" (rank {rank})" if rank else ""
     if isinstance(error, Stopped):
-        everywhere = everywhere or node is None  # no rank waits for another one before they have joined
-        code, said = (
-            error.code,
-            (None if node is None or everywhere else node.describe_lost_ranks()) or f"{error}{where}",
-        )
+        is_everywhere = is_everywhere or node is None  # no rank waits for another one before they have joined
+        code = error.code
+        sentence = (None if node is None or is_everywhere else node.describe_lost_ranks()) or f"{error}{where}"
     elif isinstance(error, UserError):
-        code, said = error.code, f"{error}{where}"
+        code, sentence = error.code, f"{error}{where}"
     elif isinstance(error, RankError):
-        said = f"rank {rank} stops: {error}"
-    elif lost:
-        said = (
+        sentence = f"rank {rank} stops: {error}"
+    elif lost_connection:
+        sentence = (
             f"rank {rank} lost its connection to a rank of another node ({str(error).splitlines()[0]}): if that one "
             "has not said why, it was killed (out of the machine's memory, for instance); the same command goes on "
             "from the last checkpoint"
         )
     else:
-        own = True
+        is_own = True
         traceback.print_exception(error)
-        said = f"rank {rank} failed: {_out_of_memory(error) or _name(error)}"
-    if own or isinstance(error, UserError):
-        _write_error_file(said)
+        sentence = f"rank {rank} failed: {_out_of_memory(error) or _name(error)}"
+    if is_own or isinstance(error, UserError):
+        _write_error_file(sentence)
     # Rank 0 mostly raises the same and says it, and the launcher ends this rank while it waits.
     if rank != 0 and isinstance(error, UserError | RankError):
         _wait_for_launcher()
-    first = node is None or node.claim_report()
+    is_first = node is None or node.claim_report()
     # It may have lost a rank of this node, whose process ends a moment after its connections.
-    if lost and first and node is not None:
-        said = node.describe_lost_ranks(_HEARING_SECONDS) or said
+    if lost_connection and is_first and node is not None:
+        sentence = node.describe_lost_ranks(_HEARING_SECONDS) or sentence
     sys.stdout.flush()
-    if rank == 0 if everywhere else own or first:
-        print(f"{signals.line_start()}error: {said}", file=sys.stderr)
+    if rank == 0 if is_everywhere else is_own or is_first:
+        print(f"{signals.line_start()}error: {sentence}", file=sys.stderr)
     sys.stderr.flush()
-    if lost:
+    if lost_connection:
         _wait_for_launcher()
     ranks = sys.modules.get("torch.distributed")
     if ranks is not None and ranks.is_initialized() and ranks.get_world_size() > 1:
@@ -143,14 +141,14 @@ def _end_rank(error: BaseException) -> int:
     return code
 
 
-def _write_error_file(said: str) -> None:
+def _write_error_file(sentence: str) -> None:
     """Write why this rank ends to the file from which torchrun's report takes it; other launchers name no file.
 
     `torch.distributed.elastic.multiprocessing.errors.record` would write a traceback, also for a UserError.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
-        Path(file).write_text(json.dumps({"message": said, "timestamp": int(time.time())}), encoding="utf-8")
+        Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def _wait_for_launcher() -> None:

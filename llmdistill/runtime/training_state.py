@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmdistill.internals.deepspeed_names import (
     after_writing,
@@ -59,7 +59,11 @@ def fragments(engine: Any) -> list[Fragment]:
     if engine.zero_optimization_stage() > 0:
         flats = [flat for (flat,) in stepped_tensors(engine)]
         return [part for name, parameter in trained for part in _partitioned(name, parameter, flats, states)]
-    return [part for name, parameter in trained for part in _whole(name, parameter, states.get(parameter, {}))]
+    return [
+        _viewed(name, kind, 0, values.view(-1))
+        for name, parameter in trained
+        for kind, values in _state_of(parameter, states).items()
+    ]
 
 
 def counters(engine: Any) -> dict[str, float]:
@@ -115,6 +119,12 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
+def _state_of(parameter: Tensor, states: Mapping[Any, dict[str, Any]]) -> dict[str, Tensor]:
+    """Return what the optimizer has of each element of a tensor that it trains, by kind of state."""
+    of_elements = {kind: value for kind, value in states.get(parameter, {}).items() if _is_like(value, parameter)}
+    return {WEIGHT: parameter.data} | of_elements
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
 
@@ -124,14 +134,6 @@ def _viewed(name: str, kind: str, start: int, view: Tensor) -> Fragment:
     return Fragment(name=name, kind=kind, start=start, numel=numel, read=lambda: data, write=data.copy_)
 
 
-def _whole(name: str, parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[Fragment]:
-    """Without ZeRO."""
-    yield _viewed(name, WEIGHT, 0, parameter.data.view(-1))
-    for kind, value in state.items():
-        if _is_like(value, parameter):
-            yield _viewed(name, kind, 0, value.view(-1))
-
-
 def _partitioned(
     name: str, parameter: Any, flats: Sequence[Tensor], states: Mapping[Any, dict[str, Any]]
 ) -> Iterator[Fragment]:
@@ -139,10 +141,8 @@ def _partitioned(
     part = partition(parameter)
     if part is None:  # the whole parameter lies in the ranges of other ranks
         return
-    flat = flats[part.group]
-    held = {WEIGHT: flat} | {key: value for key, value in states.get(flat, {}).items() if _is_like(value, flat)}
-    for kind, value in held.items():
-        yield _viewed(name, kind, part.start, value.data.narrow(0, part.place, part.numel))
+    for kind, values in _state_of(flats[part.group], states).items():
+        yield _viewed(name, kind, part.start, values.data.narrow(0, part.place, part.numel))
 
 
 def _sharded(name: str, parameter: Any, kinds: Sequence[str]) -> Iterator[Fragment]:

@@ -176,5 +176,5 @@ def test_an_extension_whose_compilation_was_killed_is_compiled(tmp_path, monkeyp
     (place / "started").unlink()
     assert (place / "lock").exists()
     monkeypatch.setattr(cpp_extension, "FileBaton", cpp_extension.FileBaton)  # as it was, after the test
-    extensions.watch_locks()
+    extensions.replace_torch_locks()
     assert cpp_extension.load("seven", str(source), build_directory=str(place)).__name__ == "seven"
