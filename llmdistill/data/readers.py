@@ -253,57 +253,55 @@ def _read_parquet(path: Path) -> Rows:
     The sizes of the row groups say how large a row is in the mean; columns of texts stay dictionaries, whose values are
     unpacked row by row.
     """
-    try:
-        yield from _read_row_groups(path)
-    except UserError:
-        raise
-    except Exception as error:  # pyarrow passes on exceptions of many kinds
-        raise read_error(path, "Parquet", error) from error
-
-
-def _read_row_groups(path: Path) -> Rows:
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as file:
-        texts = [column_field.name for column_field in file.schema_arrow if pa.types.is_string(column_field.type)]
-    # By default pyarrow buffers the pages of a whole row group before it unpacks the first.
-    with pq.ParquetFile(path, read_dictionary=texts, pre_buffer=False, buffer_size=1 << 20) as file:
+    try:
+        with pq.ParquetFile(path) as file:
+            texts = [column_field.name for column_field in file.schema_arrow if pa.types.is_string(column_field.type)]
         number = 0
-        for group in range(file.num_row_groups):
-            metadata = file.metadata.row_group(group)
-            mean = metadata.total_byte_size / max(1, metadata.num_rows)
-            if mean > MOST_BYTES:
-                raise size_error(f"{path}: rows {number + 1} to {number + metadata.num_rows}", "a row in the mean")
-            packed = sum(metadata.column(place).total_compressed_size for place in range(metadata.num_columns))
-            # pyarrow unpacks a page of up to 2 GB as a whole, and a page may have a thousand rows.
-            if metadata.total_byte_size > max(_PACKED_WELL * packed, _MOST_BYTES_OF_PAGES):
-                raise UserError(
-                    f"{path}: rows {number + 1} to {number + metadata.num_rows} unpack from {byte_size(packed)} to "
-                    f"{byte_size(metadata.total_byte_size)}, as no text does; write the rows without what is repeated"
-                )
-            size = max(1, min(_PIECE_ROWS, int(_PIECE_BYTES / max(1, mean))))
-            for batch in file.iter_batches(batch_size=size, row_groups=[group]):
-                # Many rows may share one large value of a dictionary, so a batch is cut once more by its unpacked size.
-                unpacked = batch.nbytes + sum(
-                    pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
-                    for column in batch.columns
-                    if pa.types.is_dictionary(column.type)
-                )
-                step = max(1, min(len(batch), int(len(batch) * _PIECE_BYTES / max(1, unpacked))))
-                for start in range(0, len(batch), step):
-                    for row in batch.slice(start, step).to_pylist():
+        # By default pyarrow buffers the pages of a whole row group before it unpacks the first.
+        with pq.ParquetFile(path, read_dictionary=texts, pre_buffer=False, buffer_size=1 << 20) as file:
+            for group in range(file.num_row_groups):
+                metadata = file.metadata.row_group(group)
+                rows = f"rows {number + 1} to {number + metadata.num_rows}"
+                mean = metadata.total_byte_size / max(1, metadata.num_rows)
+                if mean > MOST_BYTES:
+                    raise size_error(f"{path}: {rows}", "a row in the mean")
+                packed = sum(metadata.column(place).total_compressed_size for place in range(metadata.num_columns))
+                # pyarrow unpacks a page of up to 2 GB as a whole, and a page may have a thousand rows.
+                if metadata.total_byte_size > max(_PACKED_WELL * packed, _MOST_BYTES_OF_PAGES):
+                    raise UserError(
+                        f"{path}: {rows} unpack from {byte_size(packed)} to {byte_size(metadata.total_byte_size)}, as "
+                        "no text does; write the rows without what is repeated"
+                    )
+                size = max(1, min(_PIECE_ROWS, int(_PIECE_BYTES / max(1, mean))))
+                for batch in file.iter_batches(batch_size=size, row_groups=[group]):
+                    unpacked = batch.nbytes + sum(
+                        pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
+                        for column in batch.columns
+                        if pa.types.is_dictionary(column.type)
+                    )
+                    # Many rows may share one large value of a dictionary, so a batch is cut once more by its unpacked
+                    # size.
+                    step = max(1, min(len(batch), int(len(batch) * _PIECE_BYTES / max(1, unpacked))))
+                    for row in chain.from_iterable(
+                        batch.slice(start, step).to_pylist() for start in range(0, len(batch), step)
+                    ):
                         number += 1
                         source = f"{path}: row {number}"
-                        if unpacked > MOST_BYTES:
-                            cells = (
-                                cell if isinstance(cell, str) else json.dumps(cell, default=str)
-                                for cell in row.values()
-                            )
-                            if sum(map(len, cells)) > MOST_BYTES:
-                                raise size_error(source, "a row")
+                        cells = row.values() if unpacked > MOST_BYTES else ()
+                        texts_of_row = (
+                            cell if isinstance(cell, str) else json.dumps(cell, default=str) for cell in cells
+                        )
+                        if sum(map(len, texts_of_row)) > MOST_BYTES:
+                            raise size_error(source, "a row")
                         yield without_nulls(row), source
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow passes on exceptions of many kinds
+        raise read_error(path, "Parquet", error) from error
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:

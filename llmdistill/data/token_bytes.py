@@ -66,17 +66,18 @@ class TokenBytes:
         for index, piece in enumerate(self.pieces):
             if piece:
                 tokens.setdefault(piece, []).append(index)
-        return {piece: ids[0] if len(ids) == 1 else self._choose_written(piece, ids) for piece, ids in tokens.items()}
-
-    def _choose_written(self, piece: bytes, ids: Sequence[int]) -> int:
-        """Choose, among tokens of the same bytes, the one that encoding writes."""
-        with suppress(UnicodeDecodeError):
-            text = piece.decode()
-            for context in (text, f"a{text}", f"{text}a", f"a{text}a"):  # alone it may be part of another token
-                if written := [index for index in self.encode(context) if index in ids]:
-                    return written[0]
-        names = self.tokenizer.convert_ids_to_tokens(list(ids))
-        return next((index for index, name in zip(ids, names, strict=True) if not _is_byte(name)), ids[0])
+        written = {piece: ids[0] for piece, ids in tokens.items()}
+        for piece, ids in ((piece, ids) for piece, ids in tokens.items() if len(ids) > 1):
+            choice = None
+            with suppress(UnicodeDecodeError):
+                text = piece.decode()
+                contexts = (text, f"a{text}", f"{text}a", f"a{text}a")  # alone it may be part of another token
+                choice = next((index for context in contexts for index in self.encode(context) if index in ids), None)
+            if choice is None:
+                names = self.tokenizer.convert_ids_to_tokens(ids)
+                choice = next((index for index, name in zip(ids, names, strict=True) if not _is_byte(name)), ids[0])
+            written[piece] = choice
+        return written
 
     @cached_property
     def special(self) -> frozenset[int]:
