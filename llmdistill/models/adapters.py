@@ -171,10 +171,15 @@ def _load_adapter(base: PreTrainedModel, folder: Path, settings: dict[str, Any])
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except ImportError as error:  # of libraries that do not go together, which no other adapter mends
-        names = ["peft", *({(error.name or "peft").partition(".")[0]} - {"peft"})]
+        versions = []
+        for name in dict.fromkeys(["peft", (error.name or "peft").partition(".")[0]]):
+            try:
+                versions.append(f"{name} (now {version(name)})")
+            except PackageNotFoundError:
+                versions.append(f"{name} (now missing)")
         raise UserError(
             f"{folder}: peft cannot read the adapter ({_shorten(str(error))}): install other versions of "
-            f"{' and '.join(f'{name} (now {_installed_version(name)})' for name in names)}"
+            f"{' and '.join(versions)}"
         ) from error
     except Exception as error:  # peft raises many types for values that it does not expect
         raise _misfit_error(folder, base, str(error) or type(error).__name__) from error
@@ -403,13 +408,6 @@ def _misfit_error(folder: Path, base: PreTrainedModel, reason: str) -> UserError
         f"{folder}: the adapter does not fit its base, a {type(base).__name__} ({_shorten(reason)}): "
         f"correct base_model_name_or_path in {CONFIG_FILE}"
     )
-
-
-def _installed_version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "missing"
 
 
 def _shorten(text: str) -> str:

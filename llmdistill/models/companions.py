@@ -117,7 +117,9 @@ def _copy_modules(source: Path, target: Path) -> None:
     names = [module.get("path") or "" for module in read_modules(source)]
     own = [name for name in names if name and Path(name).name == name and not is_outside(source, name)]
     folders = [source / name for name in own if (source / name).is_dir()]
-    width, new_width = (_read_width(folder) for folder in (source, target))
+    configs = [read_json(file) if file.is_file() else {} for file in (source / "config.json", target / "config.json")]
+    keys = ("hidden_size", "dim", "n_embd", "d_model")  # under which architectures have it
+    width, new_width = (next((config[key] for key in keys if key in config), None) for config in configs)
     if width != new_width and any(file for folder in folders for file in folder.glob("*.safetensors")):
         return
     for folder in folders:
@@ -127,11 +129,6 @@ def _copy_modules(source: Path, target: Path) -> None:
             values = read_json(settings)
             write_json(settings, {**values, **{key: new_width for key in _WIDTHS if key in values}})
     _copy_files(source, target, _POOLING)
-
-
-def _read_width(folder: Path) -> Any:
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    return next((config[key] for key in ("hidden_size", "dim", "n_embd", "d_model") if key in config), None)
 
 
 def read_generation_settings(folder: Path) -> GenerationConfig | None:

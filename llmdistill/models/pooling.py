@@ -273,8 +273,23 @@ def pool_tokens(hidden_BTW: Tensor, attention_mask: Tensor, pooling: Pooling, de
     # Fill with zeros instead of multiplying by the mask: padding may hold NaN, and NaN times 0 is NaN.
     is_real_BT1 = attention_mask.bool()[:, :, None]
     hidden_BTW = hidden_BTW.to(torch.promote_types(hidden_BTW.dtype, torch.float32)).masked_fill(~is_real_BT1, 0.0)
-    embedding = torch.cat([_pool_tokens(hidden_BTW, is_real_BT1, mode) for mode in pooling.modes], dim=-1)
-    return _map_and_normalize(embedding, dense, pooling)
+    length, real_BT1 = hidden_BTW.shape[1], is_real_BT1.to(hidden_BTW.dtype)
+    parts: list[Tensor] = []
+    for mode in pooling.modes:
+        if mode == "max":
+            parts.append(hidden_BTW.masked_fill(~is_real_BT1, float("-inf")).amax(1))
+        elif mode in ("cls", "lasttoken"):
+            # argmax finds the first real token, because padding may be on the left.
+            real_BT = is_real_BT1[:, :, 0].int()
+            at_B = real_BT.argmax(1) if mode == "cls" else length - 1 - real_BT.flip(1).argmax(1)
+            parts.append(hidden_BTW.gather(1, at_B[:, None, None].expand(-1, 1, hidden_BTW.shape[2]))[:, 0])
+        else:
+            # The weight of a token is its number in its sentence, from 1.
+            weights_BT1 = real_BT1 * real_BT1.cumsum(1) if mode == "weightedmean" else real_BT1
+            divisor_B1 = weights_BT1.sum(1).clamp(min=1e-9)  # as in sentence-transformers
+            divisor_B1 = divisor_B1.sqrt() if mode == "mean_sqrt_len_tokens" else divisor_B1
+            parts.append((hidden_BTW * weights_BT1).sum(1) / divisor_B1)
+    return _map_and_normalize(torch.cat(parts, dim=-1), dense, pooling)
 
 
 def _map_and_normalize(embedding_BW: Tensor, matrix: nn.Module | None, pooling: Pooling) -> Tensor:
@@ -283,19 +298,3 @@ def _map_and_normalize(embedding_BW: Tensor, matrix: nn.Module | None, pooling: 
         dtype = next(matrix.parameters()).dtype
         embedding_BW = matrix(embedding_BW.to(dtype)).to(embedding_BW.dtype)
     return functional.normalize(embedding_BW, dim=-1) if pooling.normalize else embedding_BW
-
-
-def _pool_tokens(hidden_BTW: Tensor, is_real_BT1: Tensor, mode: PoolingMode) -> Tensor:
-    length = hidden_BTW.shape[1]
-    real_BT1 = is_real_BT1.to(hidden_BTW.dtype)
-    if mode == "max":
-        return hidden_BTW.masked_fill(~is_real_BT1, float("-inf")).amax(1)
-    if mode in ("cls", "lasttoken"):
-        # argmax finds the first real token, because padding may be on the left.
-        real_BT = is_real_BT1[:, :, 0].int()
-        at_B = real_BT.argmax(1) if mode == "cls" else length - 1 - real_BT.flip(1).argmax(1)
-        return hidden_BTW.gather(1, at_B[:, None, None].expand(-1, 1, hidden_BTW.shape[2]))[:, 0]
-    # The weight of a token is its number in its sentence, from 1.
-    weights_BT1 = real_BT1 * real_BT1.cumsum(1) if mode == "weightedmean" else real_BT1
-    divisor_B1 = weights_BT1.sum(1).clamp(min=1e-9)  # as in sentence-transformers
-    return (hidden_BTW * weights_BT1).sum(1) / (divisor_B1.sqrt() if mode == "mean_sqrt_len_tokens" else divisor_B1)

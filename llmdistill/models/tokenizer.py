@@ -44,7 +44,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return of_base(adapter, load_tokenizer)
     if folder is not None and not has_tokenizer(folder):
         raise UserError(f"{path}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)}): copy its files in")
-    sentencepiece = None if folder is None else _find_sentencepiece(folder)
+    sentencepiece = None
+    if folder is not None and not (folder / "tokenizer.json").is_file():
+        sentencepiece = next((folder / name for name in _SENTENCEPIECE_FILES if (folder / name).is_file()), None)
+    if sentencepiece is not None:
+        for package, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")):
+            try:
+                import_module(module)
+            except ImportError as error:
+                raise UserError(
+                    f"{sentencepiece}: reading it needs the package {package}: pip install {package}"
+                ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         # transformers ignores this setting if there is a tokenizer.json, whose post-processor may be older than it.
@@ -157,20 +167,6 @@ def brings_tokenizer(path: str | Path) -> bool:
     if folder is None or has_tokenizer(folder):
         return True
     return adapter is not None and of_base(adapter, brings_tokenizer)
-
-
-def _find_sentencepiece(folder: Path) -> Path | None:
-    """Return the sentencepiece model of a folder without tokenizer.json. Raises UserError if its reader is missing."""
-    if (folder / "tokenizer.json").is_file():
-        return None
-    file = next((folder / name for name in _SENTENCEPIECE_FILES if (folder / name).is_file()), None)
-    if file is not None:
-        for package, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")):
-            try:
-                import_module(module)
-            except ImportError as error:
-                raise UserError(f"{file}: reading it needs the package {package}: pip install {package}") from error
-    return file
 
 
 def _check_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:

@@ -127,7 +127,10 @@ def _trace(kind: type[PreTrainedConfig], settings: str) -> Traced | str:
     if parts is None:
         return "its layers have no feed-forward part that can be told from the rest"
     up, gate, down = parts
-    windows = [_find_window(call.mask, causal=causal, positions=_count_positions(config)) for call in attention]
+    positions = getattr(config, "max_position_embeddings", None)
+    # A mask is tried on more positions than any window has.
+    most = min(positions, _MOST_POSITIONS) if isinstance(positions, int) and positions > 1 else _MOST_POSITIONS
+    windows = [_find_window(call.mask, causal=causal, positions=most) for call in attention]
     return Traced(
         layers=name,
         attention=attention[0].name,
@@ -259,12 +262,6 @@ def _find_feed_forward(
     ):
         return None, None, part
     return None
-
-
-def _count_positions(config: PreTrainedConfig) -> int:
-    """Return the number of positions to try a mask on: more than any window has."""
-    positions = getattr(config, "max_position_embeddings", None)
-    return min(positions, _MOST_POSITIONS) if isinstance(positions, int) and positions > 1 else _MOST_POSITIONS
 
 
 def _find_window(mask: Callable[..., Tensor] | None, *, causal: bool, positions: int) -> int | None:

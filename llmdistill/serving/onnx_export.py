@@ -89,7 +89,19 @@ def export_onnx(
             )
         figures: dict[str, Any] = {"largest_difference": difference}
         if int8:
-            graphs["int8_"] = _quantize_graph(graphs[""], folder / INT8_FILE)
+            from onnxruntime.quantization import QuantType, quantize_dynamic
+
+            graph, file = graphs[""], folder / INT8_FILE
+            root = logging.getLogger()
+            level = root.level
+            root.setLevel(logging.ERROR)  # it recommends a preprocessing step that these graphs do not need
+            try:
+                # With one scale a matrix the rounding loses half as much again.
+                of_matrix = {"weight_type": QuantType.QInt8, "per_channel": True}
+                quantize_dynamic(graph.file, file, use_external_data_format=len(graph.files) > 1, **of_matrix)
+            finally:
+                root.setLevel(level)
+            graphs["int8_"] = _Graph(file, graph.inputs, graph.outputs)
             figures["int8_largest_difference"], _ = graphs["int8_"].difference(model)
         if factorized:
             merge(model)
@@ -287,20 +299,6 @@ def _nest_past(named: Mapping[str, Any]) -> list[Any]:
     """Return values in their order, with those of the past as a list at the end, the signature of `_Cached`."""
     past = [value for name, value in named.items() if name.startswith("past_")]
     return [*(value for name, value in named.items() if not name.startswith("past_")), *([past] if past else [])]
-
-
-def _quantize_graph(graph: _Graph, file: Path) -> _Graph:
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)  # it recommends a preprocessing step that these graphs do not need
-    try:
-        int8 = {"weight_type": QuantType.QInt8, "per_channel": True}  # one scale a matrix loses half as much again
-        quantize_dynamic(graph.file, file, use_external_data_format=len(graph.files) > 1, **int8)
-    finally:
-        root.setLevel(level)
-    return _Graph(file, graph.inputs, graph.outputs)
 
 
 def _time_graphs(graphs: Mapping[str, _Graph], model: PreTrainedModel) -> dict[str, Any]:

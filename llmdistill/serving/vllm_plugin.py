@@ -216,7 +216,17 @@ def _make_loader(layer: Any, name: str) -> Callable[..., None]:
             loaded, layer.llmdistill_transposed = loaded.T, True
         elif hasattr(layer, TAKEN) and _is_transposed(layer, shape):
             loaded = loaded.T
-        own = _cut_shard(loaded, shape, layer, name)
+        own = loaded
+        for axis, size in enumerate(shape):  # the part that this rank of tensor parallelism has
+            ranks, rest = divmod(own.shape[axis], size)
+            if rest or ranks == 0 or layer.tp_size % ranks:
+                raise UserError(
+                    f"{name} is {tuple(loaded.shape)} in the student's weights, and this layer of vLLM has "
+                    f"{tuple(shape)} of it; check that config.json belongs to the weights, or set tensor_parallel_size "
+                    "to 1"
+                )
+            if ranks > 1:  # neighboring ranks have the same part where there are more ranks than key-value heads
+                own = own.narrow(axis, layer.tp_rank * ranks // layer.tp_size * size, size)
         param.data[start : start + own.numel()].view(shape).copy_(own)
         if part in getattr(layer, TAKEN, ()) and name.endswith(f".{LowRankLinear.bias_name}"):
             first = getattr(layer, TAKEN)[part]
@@ -229,20 +239,6 @@ def _make_loader(layer: Any, name: str) -> Callable[..., None]:
 def _is_transposed(layer: Any, shape: torch.Size) -> bool:
     """Return whether a square matrix was loaded transposed, which its shape does not show."""
     return len(shape) == 2 and shape[0] == shape[1] and getattr(layer, "llmdistill_transposed", False)
-
-
-def _cut_shard(loaded: Tensor, shape: torch.Size, layer: Any, name: str) -> Tensor:
-    """Cut out the part of a tensor that this rank of tensor parallelism has."""
-    for axis, size in enumerate(shape):
-        ranks, rest = divmod(loaded.shape[axis], size)
-        if rest or ranks == 0 or layer.tp_size % ranks:
-            raise UserError(
-                f"{name} is {tuple(loaded.shape)} in the student's weights, and this layer of vLLM has {tuple(shape)} "
-                "of it; check that config.json belongs to the weights, or set tensor_parallel_size to 1"
-            )
-        if ranks > 1:  # neighboring ranks have the same part where there are more ranks than key-value heads
-            loaded = loaded.narrow(axis, layer.tp_rank * ranks // layer.tp_size * size, size)
-    return loaded
 
 
 @torch.no_grad()

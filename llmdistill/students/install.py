@@ -23,7 +23,7 @@ from llmdistill.internals.transformers_names import (
 from llmdistill.models.families import base_name
 from llmdistill.models.general import is_linear
 from llmdistill.students.experts import LowRankStack, install_stack, stacks_of
-from llmdistill.students.kinds import KINDS, Factorization, FactorizationKind, Size
+from llmdistill.students.kinds import KINDS, Factorization, Size
 from llmdistill.students.modules import FactorizedEmbedding, FactorizedLinear
 
 
@@ -89,7 +89,24 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
             )
         base.set_submodule(own_name, _make_like(dense, kind.linear, size))
     if factorization.embedding is not None:
-        _install_embedding(model, factorization.embedding, kind)
+        name, table = token_embedding(model)
+        heads = tied_heads(model, name)
+        sizes = table.num_embeddings, table.embedding_dim, factorization.embedding
+        with torch.device(table.weight.device):
+            embedding = kind.embedding(*sizes, padding_idx=table.padding_idx)
+        embedding.to(table.weight.dtype)
+        model.set_submodule(name, embedding)
+        keys = tied_weights(model)
+        for head in heads:
+            tied = _make_like(model.get_submodule(head), kind.head, factorization.embedding)
+            tied.A.weight, tied.B.weight = embedding.B.weight, embedding.A.weight
+            model.set_submodule(head, tied)
+            del keys[f"{head}.weight"]
+            keys = {target.replace(f"{head}.bias", f"{head}.{tied.bias_name}"): keys[target] for target in keys}
+            keys[f"{head}.A.weight"] = f"{name}.B.weight"
+            keys[f"{head}.B.weight"] = f"{name}.A.weight"
+        # transformers declares ties per class; the ties of this instance are now different.
+        set_tied_weights(model, keys)
     save_apart(model)
 
 
@@ -167,23 +184,3 @@ def tied_heads(model: PreTrainedModel, embedding_name: str) -> list[str]:
         for target, source in model.get_expanded_tied_weights_keys().items()
         if source == f"{embedding_name}.weight" and target.endswith(".weight")
     ]
-
-
-def _install_embedding(model: PreTrainedModel, size: int, kind: FactorizationKind) -> None:
-    name, dense = token_embedding(model)
-    heads = tied_heads(model, name)
-    with torch.device(dense.weight.device):
-        factorized = kind.embedding(dense.num_embeddings, dense.embedding_dim, size, padding_idx=dense.padding_idx)
-    factorized.to(dense.weight.dtype)
-    model.set_submodule(name, factorized)
-    keys = tied_weights(model)
-    for head in heads:
-        tied = _make_like(model.get_submodule(head), kind.head, size)
-        tied.A.weight, tied.B.weight = factorized.B.weight, factorized.A.weight
-        model.set_submodule(head, tied)
-        del keys[f"{head}.weight"]
-        keys = {target.replace(f"{head}.bias", f"{head}.{tied.bias_name}"): keys[target] for target in keys}
-        keys[f"{head}.A.weight"] = f"{name}.B.weight"
-        keys[f"{head}.B.weight"] = f"{name}.A.weight"
-    # transformers declares ties per class; the ties of this instance are now different.
-    set_tied_weights(model, keys)

@@ -284,7 +284,20 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
         return ranks
     largest = max(largest_rank(m, n, settings.form) for m, n in linears.values())
     if settings.target_params is not None:
-        rank = _rank_within(model, matrices, settings, largest)
+        target = parse_target(settings.target_params, count_parameters(model))
+        fixed = fixed_params(model, settings)
+
+        def total(rank: int) -> int:
+            sizes = (count * factor_params(m, n, rank, settings.form) for count, (m, n) in matrices.values())
+            return fixed + sum(sizes)
+
+        rank = bisect_right(range(1, largest + 1), target, key=total)
+        if rank == 0:
+            remedy = "factorize the token embedding too" if settings.embedding_rank is None else "lower"
+            raise UserError(
+                f"target_params {settings.target_params} ({target:,}) is out of reach: ranks 1 to {largest} give "
+                f"{total(1):,} to {total(largest):,} parameters; raise the target, or {remedy} (embedding_rank)"
+            )
     elif settings.rank is not None:
         rank = settings.rank
         for name, shape in linears.items():
@@ -311,28 +324,6 @@ def _matrices(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, tu
     """Name, number and shape of the matrices of each linear, and of each stack if the form has factors for stacks."""
     stacks = {} if KINDS[kind_name("svd", settings.form)].stack is None else layer_stacks(model)
     return {name: (1, shape) for name, shape in layer_linears(model).items()} | stacks
-
-
-def _rank_within(
-    model: PreTrainedModel, matrices: Mapping[str, tuple[int, Shape]], settings: FactorizeConfig, largest: int
-) -> int:
-    """Return the largest single rank, up to a largest one, with which the model stays within target_params."""
-    assert settings.target_params is not None
-    target = parse_target(settings.target_params, count_parameters(model))
-    fixed = fixed_params(model, settings)
-
-    def total(rank: int) -> int:
-        sizes = (count * factor_params(m, n, rank, settings.form) for count, (m, n) in matrices.values())
-        return fixed + sum(sizes)
-
-    rank = bisect_right(range(1, largest + 1), target, key=total)
-    if rank == 0:
-        remedy = "factorize the token embedding too" if settings.embedding_rank is None else "lower"
-        raise UserError(
-            f"target_params {settings.target_params} ({target:,}) is out of reach: ranks 1 to {largest} give "
-            f"{total(1):,} to {total(largest):,} parameters; raise the target, or {remedy} (embedding_rank)"
-        )
-    return rank
 
 
 def _shapes(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, KroneckerShape]:

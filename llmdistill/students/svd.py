@@ -199,34 +199,27 @@ def pivot_factors(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     a, b = factors["A.weight"], factors["B.weight"]
     basis, inner = torch.linalg.qr(b.double())
     outputs = inner @ a.double()
-    rows, weights = _choose_pivots(basis, outputs)
+    moment = outputs @ outputs.T
+    # Directions without outputs, of which a matrix of a lower rank has some, count a little: all rows are independent.
+    floor = DIRECTION_FLOOR * moment.diagonal().mean() if moment.any() else 1.0
+    lengths = torch.linalg.cholesky(moment + floor * torch.eye(len(moment), dtype=moment.dtype, device=moment.device))
+    # QR with column pivoting takes the rows that are longest beside those before: students with such pivots train
+    # better than with others. torch has no QR with pivoting.
+    _, pivots = qr((basis @ lengths).T.cpu().numpy(), mode="r", pivoting=True)
+    rows = torch.from_numpy(pivots[: basis.shape[1]].astype("int64")).to(basis.device)
+    weights = torch.linalg.solve(basis[rows], basis, left=False)  # (m, k), by which the pivots give all rows
+    # QR gives no bound on the weights. So while a row takes more than LARGEST_WEIGHT of a pivot it takes its place,
+    # which multiplies the volume of the pivots by this weight, so that the exchange ends.
+    while True:
+        row, pivot = divmod(int(weights.abs().argmax()), weights.shape[1])
+        if not weights[row, pivot].abs() > LARGEST_WEIGHT:
+            break
+        change = weights[row].clone()
+        change[pivot] -= 1
+        weights -= torch.outer(weights[:, pivot] / weights[row, pivot], change)
+        rows[pivot] = row
     others = torch.ones(len(b), dtype=torch.bool, device=b.device)
     others[rows] = False
     order = torch.empty(len(b), dtype=torch.int64, device=b.device)
     order[torch.cat([rows, others.nonzero()[:, 0]])] = torch.arange(len(b), device=b.device)
     return {"A.weight": (basis[rows] @ outputs).to(a), "B.weight": weights[others].to(b), "order": order}
-
-
-def _choose_pivots(basis: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose rows (k,) of the product of an orthonormal basis (m, k) and (k, n); return them and the weights (m, k) by
-    which they give all rows.
-
-    QR with column pivoting takes the rows that are longest beside those it has taken: students with such pivots train
-    better than with others. It gives no bound on the weights. So while a row takes more than LARGEST_WEIGHT of a pivot
-    it takes its place, which multiplies the volume of the pivots by this weight, so that the exchange ends.
-    """
-    moment = outputs @ outputs.T
-    # Directions without outputs, of which a matrix of a lower rank has some, count a little: all rows are independent.
-    floor = DIRECTION_FLOOR * moment.diagonal().mean() if moment.any() else 1.0
-    lengths = torch.linalg.cholesky(moment + floor * torch.eye(len(moment), dtype=moment.dtype, device=moment.device))
-    _, order = qr((basis @ lengths).T.cpu().numpy(), mode="r", pivoting=True)  # torch has none with pivoting
-    rows = torch.from_numpy(order[: basis.shape[1]].astype("int64")).to(basis.device)
-    weights = torch.linalg.solve(basis[rows], basis, left=False)
-    while True:
-        row, pivot = divmod(int(weights.abs().argmax()), weights.shape[1])
-        if not weights[row, pivot].abs() > LARGEST_WEIGHT:
-            return rows, weights
-        change = weights[row].clone()
-        change[pivot] -= 1
-        weights -= torch.outer(weights[:, pivot] / weights[row, pivot], change)
-        rows[pivot] = row
