@@ -14,7 +14,7 @@ from llmdistill.models.heads import HEADS, Head
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Targets
 from llmdistill.tasks.base import ScoreTable, Task, TaskData
-from llmdistill.tasks.forward import scoring_forward, values_of
+from llmdistill.tasks.forward import compute_values, scoring_forward
 
 NAMES = ("nothing", "person", "place")
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"{kind}{number}" for kind in NAMES for number in range(4))]
@@ -109,7 +109,7 @@ class EntityData(TaskData):
             return (logits_BTC.argmax(-1).cpu() == labels).sum(1).tolist()
 
         with scoring_forward(scored.model) as forward:
-            right = values_of(forward, self.items, self.collate, count_right, batch_size=4)
+            right = compute_values(forward, self.items, self.collate, count_right, batch_size=4)
         return {"accuracy": 100 * sum(right) / sum(len(item) - 2 for item in self.items)}
 
     def summary(self, scores):

@@ -51,7 +51,7 @@ def cache(arguments: Sequence[str]) -> None:
     plan = make_plans(config)[0]
     teacher = config.teacher.everyone.get(settings.teacher, config.teacher)
     with process_group(needed=teacher.is_sharded) as world:
-        data = plan.task.read_on_all(plan.models).prepared()
+        data = plan.task.read_on_all(plan.models).prepare()
         record = make_cache(plan, data, settings, parsed.output)
     if world.is_main:
         size, tokens = sum(entry["bytes"] for entry in record["files"].values()), record["tokens"]

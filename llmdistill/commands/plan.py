@@ -147,7 +147,7 @@ def count_data(plan: Plan) -> Counts | None:
         return None
     if plan.before is None:  # a plan from configurations alone has no folder of the tokenizer
         plan = make_plan(plan.config)
-    data = plan.task.read(plan.models).prepared()
+    data = plan.task.read(plan.models).prepare()
     return count_examples(plan, data)
 
 

@@ -204,7 +204,7 @@ class Writing(Benchmark):
     def read_files(self) -> TaskFiles[TargetExample, TextSet]:
         return read_files(self.key, self.config.data.task, only_scores=self.only_scores)
 
-    def decides(self) -> dict[str, Any]:
+    def token_settings(self) -> dict[str, Any]:
         task = self.config.data.task
         return {"limit": task.limit, "max_source": self.max_source, "max_target": task.writing.max_length}
 

@@ -66,8 +66,8 @@ class Xnli(Glue):
     def read_files(self) -> TaskFiles[PairExample, PairSet]:
         return read_xnli(self.config.data.task, only_scores=self.only_scores)
 
-    def decides(self) -> dict[str, Any]:
-        return {**super().decides(), "languages": self.config.data.task.languages}
+    def token_settings(self) -> dict[str, Any]:
+        return {**super().token_settings(), "languages": self.config.data.task.languages}
 
 
 def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[PairExample, PairSet]:

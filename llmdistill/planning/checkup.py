@@ -69,7 +69,7 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             plan = make_plans(replace(quick, output_dir=folder))[0]  # the first assistant's, if the run has assistants
-            data = plan.task.read(plan.models).prepared()
+            data = plan.task.read(plan.models).prepare()
             yield Finding("ok", "settings and data", data.report or "read")
             has_prompts = plan.config.data.kind == "instructions" and plan.method.needs_teacher
             if has_prompts and not plan.models.translates:

@@ -31,9 +31,9 @@ def distill_plans(
     for plan in plans:
         assemble.check_machine(plan)
         check_calibration(plan)
-    data = data.prepared()
+    data = data.prepare()
     for plan in plans:
-        check_cache(plan, data.of(plan.models))
+        check_cache(plan, data.for_models(plan.models))
     *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
     searching = searched_by(last.config)
     # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
@@ -42,11 +42,11 @@ def distill_plans(
         # A chain and no study: each assistant is the next one's teacher, and nothing is chosen among them.
         for plan in assistants:
             print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}")
-            run_plan(plan, data.of(plan.models))
+            run_plan(plan, data.for_models(plan.models))
         if searching is not None:
             search = LayerSearch(folder=last.folder / "layer-search", plan=last, name=searching)
-            chosen = search.conduct(lambda part: run_plan(part, data.of(part.models)))
+            chosen = search.conduct(lambda part: run_plan(part, data.for_models(part.models)))
             last = make_plan(last.config.with_settings(searching, teacher_layer=chosen), last.before)
-        execute(last, data.of(last.models), callbacks)
+        execute(last, data.for_models(last.models), callbacks)
         if then is not None:
             then()

@@ -34,7 +34,7 @@ def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
         settings[name] = replace(stored, max_length=length)
     tasks = find_mteb(config.tasks, config.benchmark, config.languages)
     own = {name: {"dtype": models.dtype, "embeddings": asdict(of_model)} for name, of_model in settings.items()}
-    of_tasks = {task.name: task.decides() for task in tasks}
+    of_tasks = {task.name: task.score_settings() for task in tasks}
     trials = models.trials(
         {(name, task): {**of_task, **own[name]} for name in models.paths for task, of_task in of_tasks.items()}
     )

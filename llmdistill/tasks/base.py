@@ -92,7 +92,7 @@ class TaskData(ABC):
     def loader(self, share: Share) -> Loader:
         """Return the loader of a rank's training batches."""
 
-    def taught_examples(self) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
+    def teacher_examples(self) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
         """Return all examples for which a run needs the outputs of its teacher, and the function that collates them.
 
         Each has a `sample_id` and a length in tokens. Called only if the task has no `changing_examples`.
@@ -109,11 +109,11 @@ class TaskData(ABC):
         """Return the `validation_metric` of a model during its training; every rank must call this method."""
         raise AssertionError(f"{type(self).__name__} has no validation score")
 
-    def of(self, models: Models) -> TaskData:
+    def for_models(self, models: Models) -> TaskData:
         """Return the same examples for another run of the same command, for example the run of an assistant."""
         return self
 
-    def prepared(self) -> TaskData:
+    def prepare(self) -> TaskData:
         """Return the data ready for batches; every rank must call this method, and one rank does the slow work."""
         return self
 

@@ -278,7 +278,7 @@ def score_task(
         benchmark.only_scores = True
         if task_type.head == "lm_head":  # the name of a class does not tell whether a model can write
             benchmark.check_model("model", "in memory", model.config)
-        examples = benchmark.opened(benchmark.stored(tokenizer), tokenizer, model.config)
+        examples = benchmark.open_data(benchmark.store_tokens(tokenizer), tokenizer, model.config)
         scored = ScoredModel(
             model=model,
             tokenizer=tokenizer,

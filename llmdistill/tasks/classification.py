@@ -41,6 +41,6 @@ def rank_correlation(predictions: np.ndarray, targets: np.ndarray) -> float:
     return compute_metric("spearman", predictions, targets)
 
 
-def targets_of(examples: Sequence[PairExample | EncodedPair]) -> np.ndarray:
+def list_targets(examples: Sequence[PairExample | EncodedPair]) -> np.ndarray:
     """Return the target of each example: (examples,)."""
     return np.array([example.target for example in examples])

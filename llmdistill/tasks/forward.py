@@ -37,17 +37,17 @@ def scoring_forward(
 
 
 @torch.no_grad()
-def values_of(
+def compute_values(
     forward: Forward,
     items: Sequence[Item],
     collate: Callable[[Sequence[Item]], Batch],
-    take: Callable[[Tensor, Sequence[int]], Iterable[Value]],
+    read_values: Callable[[Tensor, Sequence[int]], Iterable[Value]],
     *,
     batch_size: int,
 ) -> list[Value]:
     """Return a value for each item, in order and on every rank, for any number of items.
 
-    Every rank must call this function, and the model must be in evaluation mode. `take` turns
+    Every rank must call this function, and the model must be in evaluation mode. `read_values` turns
     the `sequence_logits` of a batch and the indices of its items into their values.
     """
     world = World.current()
@@ -57,6 +57,6 @@ def values_of(
         logits = forward(batch.to(world.device)).sequence_logits
         assert logits is not None, "the model has no head for sequences"
         if indices:  # a batch that only keeps the ranks in step has none
-            own_values += zip(indices, take(logits, indices), strict=True)
+            own_values += zip(indices, read_values(logits, indices), strict=True)
     values = dict(chain.from_iterable(gather_objects(own_values)))
     return [values[index] for index in range(len(items))]

@@ -28,9 +28,9 @@ from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
-from llmdistill.tasks.classification import Metric, compute_metric, targets_of
-from llmdistill.tasks.forward import scoring_forward, values_of
-from llmdistill.tasks.out_of_domain import check_set, read_set, sets_of
+from llmdistill.tasks.classification import Metric, compute_metric, list_targets
+from llmdistill.tasks.forward import compute_values, scoring_forward
+from llmdistill.tasks.out_of_domain import check_set, complete_sets, read_set
 from llmdistill.tasks.stored import TaskFiles
 
 Split = Literal["train", "dev", "dev_mismatched", "test", "test_mismatched"]
@@ -108,7 +108,7 @@ def glue_name(task: str) -> str:
 
 def further_sets(settings_by_name: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, dict[str, Any]]:
     """Return the complete settings of the out-of-domain sets of a task; a task without classes has none."""
-    return sets_of(settings_by_name, name) if GLUE_TASKS[name].classes else {}
+    return complete_sets(settings_by_name, name) if GLUE_TASKS[name].classes else {}
 
 
 def column_of(name: str, split: Split) -> str:
@@ -161,7 +161,7 @@ class GlueData(BenchmarkData):
             rows = zip(items, answers.tolist(), strict=True)
             lines = [f"{item.index}\t{answer}\t{item.target}\n" for item, answer in rows]
             write_text(scored.predictions / f"{name}.tsv", "".join(["index\tprediction\ttarget\n", *lines]))
-        targets = targets_of(items)
+        targets = list_targets(items)
         if labels is not None:
             return {"metrics": {"accuracy": 100 * float(np.mean(answers == targets))}, "examples": len(items)}
         return {"metrics": task_metrics(self.task.name, answers, targets), "examples": len(items)}
@@ -169,11 +169,11 @@ class GlueData(BenchmarkData):
     def _answers(self, scored: ScoredModel, items: Sequence[EncodedPair]) -> np.ndarray:
         """Return the model's class or score of each item: (items,); every rank must call this method."""
 
-        def take(logits: Tensor, _: Sequence[int]) -> list[float]:
+        def read_values(logits: Tensor, _: Sequence[int]) -> list[float]:
             return (logits.argmax(-1) if self.task.entry.classes else logits[:, 0].float()).tolist()
 
         with scoring_forward(scored.model) as forward:
-            answers = values_of(forward, items, self.collate, take, batch_size=self.batch_size)
+            answers = compute_values(forward, items, self.collate, read_values, batch_size=self.batch_size)
         return np.array(answers)
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
@@ -280,7 +280,7 @@ class Glue(Benchmark):
     def _further(self) -> dict[str, dict[str, Any]]:
         return further_sets(self.config.data.task.out_of_domain, self.name)
 
-    def decides(self) -> dict[str, Any]:
+    def token_settings(self) -> dict[str, Any]:
         settings = self.config.data
         return {"limit": settings.task.limit, "max_length": settings.max_length, "further": self._further()}
 
@@ -456,6 +456,6 @@ def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -
 
 def chance_score(task: str, examples: Sequence[PairExample | EncodedPair], metric: Metric) -> float:
     """Return the metric of the best constant prediction."""
-    glue_task, targets = GLUE_TASKS[task], targets_of(examples)
+    glue_task, targets = GLUE_TASKS[task], list_targets(examples)
     constants = range(len(glue_task.classes)) if glue_task.classes else [0.0]
     return max(task_metrics(task, np.full_like(targets, value), targets)[metric] for value in constants)

@@ -31,7 +31,7 @@ from llmdistill.students.counting import count_parameters
 from llmdistill.tasks.base import LoadedModel
 from llmdistill.tasks.reference_loss import score_references
 from llmdistill.tasks.rouge import reference_words, rouge_l
-from llmdistill.tasks.text_windows import score_windows, windows_of
+from llmdistill.tasks.text_windows import read_windows, score_windows
 
 
 def encode_sets(
@@ -170,7 +170,7 @@ def score_model(
     limits = replace(limits, prompt=resolve_prompt(prompt, [tokenizer]))
     # Only for its errors: they come before the model is loaded, which may take minutes. `score_sets` encodes again.
     encode_sets(sets, tokenizer, settings, limits)
-    windows = windows_of(texts, tokenizer, load_config(folder), settings)
+    windows = read_windows(texts, tokenizer, load_config(folder), settings)
     if log is not None and any(example.instruction for examples in sets.values() for example in examples):
         log(f"instructions are asked by {describe_prompt(limits.prompt)}")
     model = load_model(folder, dtype=dtype, device=world.device)

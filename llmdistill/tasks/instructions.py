@@ -92,7 +92,7 @@ class Instructions(Task):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InstructionData(TaskData):
-    """The instructions of a run; they are read once they are `prepared`."""
+    """The instructions of a run; they are read once they are `prepare`."""
 
     task: Instructions
     tokenizer: PreTrainedTokenizerBase
@@ -115,7 +115,7 @@ class InstructionData(TaskData):
     data_warnings: Sequence[str] = ()
     report: str = ""
 
-    def prepared(self) -> InstructionData:
+    def prepare(self) -> InstructionData:
         """See Task. Rank 0 reads and checks every file; all ranks map the tokens of the training set.
 
         Raises:
@@ -350,7 +350,7 @@ class InstructionData(TaskData):
                 + (" Perplexity: of the first references, by token, geometric mean of the sets." if measured else "")
             ),
         )
-        return self.texts.added(table, results)
+        return self.texts.add_columns(table, results)
 
     def after_training(self, loader: Loader) -> str | None:
         return loader.report() if isinstance(loader, StreamLoader) else None

@@ -20,7 +20,7 @@ from llmdistill.data.readers import first_line
 from llmdistill.errors import UserError, install_command
 from llmdistill.models.pooling import SentenceSettings
 from llmdistill.runtime.distributed import World
-from llmdistill.tasks.sentences import embeddings_of
+from llmdistill.tasks.sentences import embed_sentences
 
 _DOCUMENTS = ("document", "passage", "corpus")
 """The names that models of sentence-transformers give the prompt of a document."""
@@ -69,7 +69,7 @@ class SentenceEncoder:
         rows = [PairExample(settings.text(text), None, 0, number) for number, text in enumerate(texts)]
         items = encode_pairs(rows, self._tokenizer, int(settings.max_length or 0))
         with World(rank=0, size=1, device=self._model.device).entered():
-            return embeddings_of(self._model, items, self._tokenizer, settings.pooling, batch_size=batch_size)
+            return embed_sentences(self._model, items, self._tokenizer, settings.pooling, batch_size=batch_size)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """Return the cosine of each embedding of (N, W) with each of (M, W), as (N, M)."""
@@ -97,7 +97,7 @@ class MtebTask:
     def name(self) -> str:
         return str(self.task.metadata.name)
 
-    def decides(self) -> dict[str, Any]:
+    def score_settings(self) -> dict[str, Any]:
         """Return what the scores of the task depend on, beside the model."""
         import mteb
 

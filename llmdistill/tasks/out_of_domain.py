@@ -23,7 +23,7 @@ _KEY = "data.task.out_of_domain"
 _FIELDS = ("task", "data", "sentences", "label", "labels")
 
 
-def sets_of(settings_by_name: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
+def complete_sets(settings_by_name: Mapping[str, Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
     """Return the settings of the sets that belong to a task, completed from KNOWN_SETS.
 
     Raises:
@@ -47,7 +47,7 @@ def sets_of(settings_by_name: Mapping[str, Mapping[str, Any]], task: str) -> dic
 
 
 def check_set(name: str, settings: Mapping[str, Any], classes: Sequence[str], num_sentences: int) -> None:
-    """Check the settings of a set of `sets_of`, and that its file exists; nothing is read.
+    """Check the settings of a set of `complete_sets`, and that its file exists; nothing is read.
 
     `classes` are the labels of the task, whose examples have `num_sentences` sentences.
 
@@ -61,7 +61,7 @@ def check_set(name: str, settings: Mapping[str, Any], classes: Sequence[str], nu
 def read_set(
     name: str, settings: Mapping[str, Any], classes: Sequence[str], num_sentences: int
 ) -> tuple[list[PairExample], tuple[int, ...]]:
-    """Read a set of `sets_of`: its examples, and the label of the set that each class of the task stands for.
+    """Read a set of `complete_sets`: its examples, and the label of the set that each class of the task stands for.
 
     Raises:
         UserError: a map leaves out a class, or the data are missing or malformed.

@@ -47,7 +47,7 @@ from llmdistill.objective import Objective, Pooling
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import VALID, ScoredModel, ScoreTable
 from llmdistill.tasks.classification import rank_correlation
-from llmdistill.tasks.forward import scoring_forward, values_of
+from llmdistill.tasks.forward import compute_values, scoring_forward
 from llmdistill.tasks.stored import StoredData, StoredTask, TaskFiles
 
 
@@ -83,7 +83,7 @@ class SentenceData(StoredData):
 
         return TrainLoader(rows, replace(share, bucket_steps=self.task.config.data.bucket_steps), collate)
 
-    def taught_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
+    def teacher_examples(self) -> tuple[Sequence[EncodedPair], Callable[[list[EncodedPair]], Batch]]:
         """See Task: the sentences one by one, and those of the validation set, on which the loss is measured."""
         sets: list[Any] = [self.encoded[name] for name in ("train", VALID) if name in self.encoded]
         examples: Any = ConcatDataset(sets)
@@ -99,7 +99,7 @@ class SentenceData(StoredData):
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See Task: Spearman's correlation of the cosines with the similarities, times 100."""
-        embeddings = embeddings_of(
+        embeddings = embed_sentences(
             scored.model,
             self.encoded[name],
             self.tokenizer,
@@ -217,7 +217,7 @@ class Sentences(StoredTask[SentenceData]):
         train = read(references.pop("train")) if self.trains else []
         return TaskFiles(train, {name: read_pairs(reference) for name, reference in references.items()})
 
-    def decides(self) -> dict[str, Any]:
+    def token_settings(self) -> dict[str, Any]:
         settings = self.settings
         return {
             "max_length": settings.max_length,
@@ -250,7 +250,7 @@ class Sentences(StoredTask[SentenceData]):
         return {"sets": list(files.sets)}
 
 
-def embeddings_of(
+def embed_sentences(
     model: PreTrainedModel,
     items: Sequence[EncodedPair],
     tokenizer: PreTrainedTokenizerBase,
@@ -266,4 +266,4 @@ def embeddings_of(
         return embeddings_BW.float().cpu()
 
     with scoring_forward(model, pooling=pooling) as forward:
-        return torch.stack(values_of(forward, items, collate, to_cpu, batch_size=batch_size))
+        return torch.stack(compute_values(forward, items, collate, to_cpu, batch_size=batch_size))

@@ -37,7 +37,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, skipped_questions
-from llmdistill.tasks.forward import Forward, scoring_forward, values_of
+from llmdistill.tasks.forward import Forward, compute_values, scoring_forward
 from llmdistill.tasks.squad_metrics import LANGUAGES, squad1_scores, squad2_scores
 from llmdistill.tasks.stored import TaskFiles
 
@@ -283,7 +283,7 @@ class Squad(Benchmark):
         paths = super().paths()
         return None if paths is None else [*paths, *test_files(self.key, self.config.data.task)]
 
-    def decides(self) -> dict[str, Any]:
+    def token_settings(self) -> dict[str, Any]:
         task = self.config.data.task
         asked = {"limit": task.limit, "languages": task.languages, "crossed": task.crossed}
         return {**asked, **asdict(self.limits)}
@@ -339,10 +339,10 @@ def predict_spans(
     score of no answer is the lowest of its windows.
     """
 
-    def take(logits_B2T: Tensor, indices: Sequence[int]) -> Iterable[tuple[float, float, int, int]]:
+    def read_values(logits_B2T: Tensor, indices: Sequence[int]) -> Iterable[tuple[float, float, int, int]]:
         return best_spans(logits_B2T, [windows[index] for index in indices], max_answer_length)
 
-    spans = values_of(forward, windows, collate, take, batch_size=batch_size)
+    spans = compute_values(forward, windows, collate, read_values, batch_size=batch_size)
     best: dict[int, tuple[float, str]] = {}
     null: dict[int, float] = {}
     for window, (no_answer, score, first, last) in zip(windows, spans, strict=True):

@@ -30,8 +30,8 @@ _CHINESE = re.compile("([\u4e00-\u9fa5])")
 
 def normalize(text: str) -> str:
     """Return an answer in lower case without ASCII punctuation, English articles and extra spaces (SQuAD)."""
-    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(re.sub(_ARTICLES["en"], " ", kept).split())
+    letters = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(_ARTICLES["en"], " ", letters).split())
 
 
 def normalize_mlqa(text: str, language: str) -> str:
@@ -39,16 +39,16 @@ def normalize_mlqa(text: str, language: str) -> str:
 
     Each Chinese character is a word. `language` is one of LANGUAGES.
     """
-    kept = "".join(
+    letters = "".join(
         letter
         for letter in text.lower()
         if letter not in string.punctuation and not unicodedata.category(letter).startswith("P")
     )
     if language in _ARTICLES:
-        kept = re.sub(_ARTICLES[language], " ", kept)
+        letters = re.sub(_ARTICLES[language], " ", letters)
     if language == "zh":
-        kept = _CHINESE.sub(r" \1 ", kept)
-    return " ".join(kept.split())
+        letters = _CHINESE.sub(r" \1 ", letters)
+    return " ".join(letters.split())
 
 
 def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
@@ -67,10 +67,10 @@ class RawScore(NamedTuple):
     f1: float
 
 
-def score_answer(prediction: str, references: Sequence[str], normalized: Normalize) -> RawScore:
+def score_answer(prediction: str, references: Sequence[str], of_language: Normalize) -> RawScore:
     """Score an answer against at least one reference (SQuAD 1.1, MLQA)."""
-    mine, theirs = normalized(prediction), [normalized(each) for each in references]
-    return RawScore(float(mine in theirs), max(token_f1(mine.split(), each.split()) for each in theirs))
+    mine, theirs = of_language(prediction), [of_language(reference) for reference in references]
+    return RawScore(float(mine in theirs), max(token_f1(mine.split(), text.split()) for text in theirs))
 
 
 def score_answer2(prediction: str, references: Sequence[str]) -> RawScore:
@@ -83,7 +83,7 @@ def score_answer2(prediction: str, references: Sequence[str]) -> RawScore:
     exact = float(mine in theirs)
     if not mine or theirs == [""]:
         return RawScore(exact, exact)
-    return RawScore(exact, max(token_f1(mine.split(), each.split()) for each in theirs))
+    return RawScore(exact, max(token_f1(mine.split(), text.split()) for text in theirs))
 
 
 def squad1_scores(
@@ -96,9 +96,9 @@ def squad1_scores(
         references: the right answers, at least one for each question, in any order of questions.
         language: the language of the answers (one of LANGUAGES); None for SQuAD.
     """
-    normalized: Normalize = normalize if language is None else partial(normalize_mlqa, language=language)
-    scores = [score_answer(answers[key], texts, normalized) for key, texts in references.items()]
-    return {name: 100 * sum(getattr(each, name) for each in scores) / len(scores) for name in ("f1", "em")}
+    of_language: Normalize = normalize if language is None else partial(normalize_mlqa, language=language)
+    scores = [score_answer(answers[key], texts, of_language) for key, texts in references.items()]
+    return {name: 100 * sum(getattr(score, name) for score in scores) / len(scores) for name in ("f1", "em")}
 
 
 def squad2_scores(
@@ -144,7 +144,7 @@ def squad2_scores(
 
 
 def _mean(scores: Collection[RawScore], name: str) -> float | None:
-    return 100 * sum(getattr(each, name) for each in scores) / len(scores) if scores else None
+    return 100 * sum(getattr(score, name) for score in scores) / len(scores) if scores else None
 
 
 def _find_best_threshold(

@@ -118,7 +118,7 @@ class StoredTask(Task, Generic[Data]):
         """
 
     @abstractmethod
-    def decides(self) -> Mapping[str, Any]:
+    def token_settings(self) -> Mapping[str, Any]:
         """Return the settings on which the examples and their tokens depend, beside the task and its files."""
 
     @abstractmethod
@@ -131,15 +131,15 @@ class StoredTask(Task, Generic[Data]):
 
     def read(self, models: Models) -> Data:
         tokenizer = load_tokenizer(models.tokenizer_path)
-        return self.opened(self.stored(tokenizer), tokenizer, models.student, models.teacher)
+        return self.open_data(self.store_tokens(tokenizer), tokenizer, models.student, models.teacher)
 
     def read_on_all(self, models: Models) -> Data:
         """See Task. Rank 0 reads and tokenizes the examples if that is not done yet; all ranks map their tokens."""
         tokenizer = load_tokenizer(models.tokenizer_path)
-        folder = make_once(lambda: self.stored(tokenizer))
-        return on_every(lambda: self.opened(folder, tokenizer, models.student, models.teacher))
+        folder = make_once(lambda: self.store_tokens(tokenizer))
+        return on_every(lambda: self.open_data(folder, tokenizer, models.student, models.teacher))
 
-    def stored(self, tokenizer: PreTrainedTokenizerBase) -> Path:
+    def store_tokens(self, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Read and tokenize the examples into a folder; reuse that of the same data, tokenizer and settings.
 
         Local files are identified by their paths and content, data sets of the hub by their examples.
@@ -162,7 +162,7 @@ class StoredTask(Task, Generic[Data]):
             "task": self.key,
             "examples": hashes if files is None else files.digest,
             "tokenizer": splits_by,
-            **self.decides(),
+            **self.token_settings(),
         }
 
         def write(folder: Path) -> dict[str, Any]:
@@ -172,8 +172,8 @@ class StoredTask(Task, Generic[Data]):
 
         return store(self.config.data.cache_dir, "tasks", request, write)
 
-    def opened(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *configs: PreTrainedConfig) -> Data:
-        """Return the examples of a folder of `stored`, for models of these configs.
+    def open_data(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *configs: PreTrainedConfig) -> Data:
+        """Return the examples of a folder of `store_tokens`, for models of these configs.
 
         Raises:
             UserError: an example has more tokens than a model has positions.

@@ -104,7 +104,7 @@ class Text(Task):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextData(TaskData):
-    """The text of a run; it is tokenized once the data are `prepared`."""
+    """The text of a run; it is tokenized once the data are `prepare`."""
 
     task: Text
     tokenizer: PreTrainedTokenizerBase
@@ -149,10 +149,10 @@ class TextData(TaskData):
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
         return f"Perplexity of the {model}: {self.texts.sentence(summary)}"
 
-    def of(self, models: Models) -> TextData:
+    def for_models(self, models: Models) -> TextData:
         return replace(self, models=models)
 
-    def prepared(self) -> TextData:
+    def prepare(self) -> TextData:
         """See Task. Rank 0 hashes the text, and tokenizes it if it is not in the cache; all ranks map the tokens.
 
         Raises:
@@ -198,7 +198,7 @@ class TextData(TaskData):
     def loader(self, share: Share) -> SequenceLoader:
         return SequenceLoader(self._make_train_sequences(), share)
 
-    def taught_examples(self) -> tuple[Sequence[TextSequence], Callable[[list[TextSequence]], Batch]]:
+    def teacher_examples(self) -> tuple[Sequence[TextSequence], Callable[[list[TextSequence]], Batch]]:
         """See Task: the sequences of the training text, and those that are validated by the same loss."""
         assert self.train is not None, "the text is not tokenized yet"
         texts = [self._make_sequences(text) for text in self.train.values()]
@@ -273,7 +273,7 @@ class TextData(TaskData):
         if all(loss is None for loss in losses.values()):
             title = "Perplexity" if self.texts.texts else "The method's loss"
             empty = ScoreTable(title=title, columns=[], rows={name: [] for name in results}, legend="")
-            return self.texts.added(empty, results)
+            return self.texts.add_columns(empty, results)
         table = ScoreTable(
             title="The method's loss on the validation text",
             columns=["validation loss"],
@@ -283,7 +283,7 @@ class TextData(TaskData):
                 "methods."
             ),
         )
-        return self.texts.added(table, results)
+        return self.texts.add_columns(table, results)
 
 
 def _list_parts(settings: DataConfig) -> dict[str, str]:

@@ -184,7 +184,7 @@ def score_windows(
     }
 
 
-def windows_of(
+def read_windows(
     texts: Mapping[str, WholeText],
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
@@ -237,8 +237,8 @@ class TextTests:
 
     def check(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
         """Raise a UserError for a text or windows that a model cannot read; see `cut_windows`."""
-        windows_of(self.texts, student, self.models.student, self.settings)
-        windows_of(self.texts, teacher, self.models.teacher, self.settings)
+        read_windows(self.texts, student, self.models.student, self.settings)
+        read_windows(self.texts, teacher, self.models.teacher, self.settings)
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
@@ -252,7 +252,7 @@ class TextTests:
         }
 
     def score(self, name: str, scored: ScoredModel) -> dict[str, Any]:
-        windows = windows_of({name: self.texts[name]}, scored.tokenizer, scored.model.config, self.settings)[name]
+        windows = read_windows({name: self.texts[name]}, scored.tokenizer, scored.model.config, self.settings)[name]
         return score_windows(scored.model, windows, batch_size=self.settings.batch_size, name=name)
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class TextTests:
         texts = summary.get("texts", {})
         return "  ".join(f"{name} {show_perplexity(score['perplexity'])}" for name, score in texts.items())
 
-    def added(self, table: ScoreTable, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
+    def add_columns(self, table: ScoreTable, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
         """Return a table with a column for each text."""
         if not self.texts:
             return table

@@ -126,7 +126,7 @@ class SeveralSource(ModelSource):
     def examples(
         self, plan: TeacherPlan, data: TaughtData, name: str
     ) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
-        items, collate = data.taught_examples()
+        items, collate = data.teacher_examples()
         if plan.config.teacher.by_rows:
             items = [item for item in items if item.teacher == name]
             if not items:

@@ -71,7 +71,7 @@ class TaughtData(Protocol):
 
     def teacher_prompts(self) -> Mapping[int, Sequence[int]] | None: ...
 
-    def taught_examples(self) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]: ...
+    def teacher_examples(self) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]: ...
 
 
 class TeacherPlan(Protocol):
@@ -148,7 +148,7 @@ class TeacherSource:
         self, plan: TeacherPlan, data: TaughtData, name: str
     ) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
         """Return the examples that a cache of one of the teachers has, and what collates them."""
-        return data.taught_examples()
+        return data.teacher_examples()
 
     def cache_settings(self, plan: TeacherPlan, settings: CacheConfig) -> CacheConfig:
         """Return the settings of a cache that it fills, once it has answered; a UserError if it fills none."""

@@ -190,7 +190,7 @@ def make_trainer(
     embeddings = None
     if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
         untrained = partial(load_student, plan, student_folder, torch.float32)
-        embeddings = nearest_rotation(method, untrained, trained_by, data.taught_examples())
+        embeddings = nearest_rotation(method, untrained, trained_by, data.teacher_examples())
     # The hooks come last, because they must wrap those of DeepSpeed.
     engine, projectors = make_engine(plan, student_folder, embeddings)
     return Trainer(

@@ -125,7 +125,7 @@ def check_cache(plan: Plan, data: TaskData) -> None:
 def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
     """Count the positions of each kind in a training set, equal examples once; a UserError if no cache is possible."""
     check_can_cache(plan)
-    items, collate = data.taught_examples()
+    items, collate = data.teacher_examples()
     counts, seen = dict.fromkeys(POSITIONS, 0), set[int]()
     for item in items:
         if item.sample_id in seen:

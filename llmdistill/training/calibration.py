@@ -311,7 +311,7 @@ def _read(config: RunConfig, models: Models) -> TaskData:
     """Read the calibration data alone, as the training set of a run that trains."""
     own = config.student.factorize.calibration.data
     data = replace(config.data, train=own or config.data.train, valid=None, tests={})
-    return make_task(replace(config, data=data), trains=True).read_on_all(models).prepared()
+    return make_task(replace(config, data=data), trains=True).read_on_all(models).prepare()
 
 
 def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: float) -> None:

@@ -64,7 +64,7 @@ def run_config(config: RunConfig, before: Plan | None = None) -> dict[str, Any]:
     """
     plan = make_plan(config, before)
     assemble.check_machine(plan)
-    data = plan.task.read_on_all(plan.models).prepared()
+    data = plan.task.read_on_all(plan.models).prepare()
     check_cache(plan, data)
     return run_plan(assemble.count_steps(plan, data), data)
 

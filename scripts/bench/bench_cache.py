@@ -50,7 +50,7 @@ def planned(row: dict[str, Any]) -> tuple[Any, Any]:
     words += ["--student.factorize.weighting", "none", "--student.factorize.allocation", "uniform"]
     words += ["--data.train", row["data"], "--data.valid", "null", "--data.tests", "{}"]
     plan = make_plan(parse_run(words, METHODS)[0])
-    return plan, plan.task.read(plan.models).prepared()
+    return plan, plan.task.read(plan.models).prepare()
 
 
 def build(row: dict[str, Any], device: torch.device) -> Work:

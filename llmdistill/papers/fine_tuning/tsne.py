@@ -27,7 +27,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.papers.fine_tuning.task_study import TaskStudy
 from llmdistill.progress import progress
 from llmdistill.report.plots import COLORS, MARKERS, STYLE, Panel, frame_panel, new_figure, save_plot
-from llmdistill.tasks.classification import targets_of
+from llmdistill.tasks.classification import list_targets
 from llmdistill.tasks.forward import scoring_forward
 from llmdistill.tasks.glue import Glue
 
@@ -70,7 +70,7 @@ def draw(
     if len(dev) > EXAMPLES:  # at random, as files are often sorted
         rows = sorted(np.random.default_rng(0).choice(len(dev), EXAMPLES, replace=False).tolist())
     examples = [dev[row] for row in rows]
-    targets = targets_of(examples)
+    targets = list_targets(examples)
     drawn, clouds = {}, []
     for title, path in models.items():
         number = middle_layer(path) if layer is None else layer

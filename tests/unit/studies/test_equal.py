@@ -65,7 +65,7 @@ def test_steps_count_the_tokens_that_the_runs_see(tmp_path):
     def tokens(data):
         config = recipe(*own, "--data.train", str(data), "--method", "kd")
         plan = make_plan(config)
-        loader = plan.task.read(plan.models).prepared().loader(share_of(plan))
+        loader = plan.task.read(plan.models).prepare().loader(share_of(plan))
         return config, (sum(int(each.attention_mask.sum()) for each in loader.micro_batches(step)) for step in count())
 
     config, seen = tokens("embedded:train")

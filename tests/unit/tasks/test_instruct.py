@@ -208,7 +208,7 @@ def test_a_teacher_with_another_tokenizer_is_asked_by_its_own_chat_template(tmp_
         given += [f"--{name}.model", str(tmp_path / name)]
     plan = make_plan(parse_run(given, METHODS)[0], ranks=1)
     assert plan.models.translates
-    found = plan.task.read(plan.models).prepared().teacher_prompts()
+    found = plan.task.read(plan.models).prepare().teacher_prompts()
     for question in ("The cat", "Name a colour"):
         ours, theirs = (
             tokenizers[name](text, add_special_tokens=False)["input_ids"]
@@ -235,10 +235,10 @@ def test_files_with_weights(tmp_path, monkeypatch):
         given = ["--method", "sft", "--teacher.model", str(tmp_path / "model"), "--student.factorize.rank", "2"]
         given += ["--data.train", train, "--data.valid", "null", "--output_dir", str(tmp_path / "run")]
         task = make_plan(parse_run(given, METHODS)[0], ranks=1)
-        data = task.task.read(task.models).prepared()
+        data = task.task.read(task.models).prepare()
         loader = data.loader(Share(seed=0, global_batch_size=4, micro_batch_size=4))
         epoch = [tuple(item.ids) for step in range(3) for batch in loader.micro_batch_items(step) for item in batch]
-        taught = [tuple(item.ids) for item in data.taught_examples()[0]]
+        taught = [tuple(item.ids) for item in data.teacher_examples()[0]]
         assert len(epoch) == len({*taught}) == 12, "the teacher teaches all examples"
         counted.append(sum(ids in taught[:4] for ids in epoch))
         assert ("Each epoch has 8 examples from the 4 of" in data.report) == bool(weights[0])

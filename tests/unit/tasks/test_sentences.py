@@ -95,7 +95,7 @@ def test_triples_stay_together_in_every_batch(tmp_path):
             texts = [[WORDS[word] for word in row if word > 3] for row in batch.input_ids.tolist()]
             seen.append(tuple(" ".join(words) for words in texts))
     assert sorted(seen) == sorted(rows)
-    assert [item.target for item in data.taught_examples()[0]] == [0, 1, 2] * 4  # there is no validation set
+    assert [item.target for item in data.teacher_examples()[0]] == [0, 1, 2] * 4  # there is no validation set
     settings = METHODS["embedding"].settings(margin=1.0)
     with pytest.raises(ValueError, match=r"set data\.sentences\.triples"):
         METHODS["embedding"].check(settings, run_of(tmp_path))

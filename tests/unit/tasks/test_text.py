@@ -54,7 +54,7 @@ def parse(tmp_path):
 
 
 def prepared(plan: Plan) -> Text:
-    return plan.task.read(plan.models).prepared()
+    return plan.task.read(plan.models).prepare()
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_training_cache_and_calibration_begin_each_sequence_as_the_tokenizer_doe
     config = parse_run(words, METHODS)[0]
     plan = make_plan(config)
     data, share = prepared(plan), Share(seed=0, global_batch_size=8, micro_batch_size=8)
-    items, collate = data.taught_examples()
+    items, collate = data.teacher_examples()
     calibration = [batch for each in calibration_batches(config, plan.models) for batch in each]
     batches = [first_batch(data), *data.validation(share), collate([items[n] for n in range(len(items))]), *calibration]
     assert len(batches) > 4

@@ -108,7 +108,7 @@ def test_the_command_and_a_run_say_what_a_window_begins_with(model, tokenizer, t
     texts, plain = (TextTests.of(config, models, [each, each]) for each in (own, tokenizer))
     assert texts.sets["lakes"] == {**plain.sets["lakes"], "begin": [begin, begin]}, "scores of before are not taken"
     read = score_windows(model, cut_windows(TEXT, own, model.config, WindowSizes(64), name=""), batch_size=2, name="")
-    table = texts.added(
+    table = texts.add_columns(
         ScoreTable(title="", columns=[], rows={"teacher": []}, legend=""), {"teacher": {"texts": {"lakes": read}}}
     )
     assert "each begins with <|pad|>;" in table.legend

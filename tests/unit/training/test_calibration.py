@@ -25,7 +25,7 @@ def test_every_rank_gets_calibration_data_and_no_two_the_same(monkeypatch, examp
     words += [f"{calibration}micro_batch_size", str(micro), "--ds_config", "zero2"]
     config = parse_run(words, METHODS)[0]
     plan = make_plan(config)
-    data = plan.task.read(plan.models).prepared()
+    data = plan.task.read(plan.models).prepare()
     seen: list[int] = []
     for rank in range(ranks):
         with World(rank=rank, size=ranks, device=torch.device("cpu")).entered():

@@ -250,7 +250,7 @@ def main_job(tmp_path_factory):
     settings |= {"global_batch_size": MICRO * ACCUMULATION, "micro_batch_size": MICRO}
     result = llmdistill.distill(teacher, student, ROWS, output_dir=folder / "run", **settings)
     (plan,) = make_plans(result.config)
-    loader = plan.task.read(plan.models).prepared().loader(assemble.share_of(plan))
+    loader = plan.task.read(plan.models).prepare().loader(assemble.share_of(plan))
     batches = [
         {key: getattr(batch, key) for key in ("input_ids", "attention_mask", "labels")}
         for step in range(STEPS)

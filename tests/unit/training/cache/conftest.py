@@ -38,7 +38,7 @@ def planned(files):
         words += ["--student.factorize.weighting", "none", "--student.factorize.allocation", "uniform"]
         words += ["--teacher.model", str(files["teacher"]), "--student.model", str(files["student"])]
         plan = make_plan(parse_run([*words, *arguments], METHODS)[0])
-        return plan, plan.task.read(plan.models).prepared()
+        return plan, plan.task.read(plan.models).prepare()
 
     return make
 
