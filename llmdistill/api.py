@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import new_proven_folder, read_record
-from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig, TaskConfig
+from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig, StudentConfig, TaskConfig
 from llmdistill.config.command_line import changed
 from llmdistill.config.data import LIMITS
 from llmdistill.data.instruct import Limits
@@ -122,6 +122,7 @@ def compress(
     data, of_data = split_calibration(calibration)
     chosen = changed(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
     check_settings(chosen, method)
+    made_by = StudentConfig(method=method, factorize=chosen)
     check_calibration_data(chosen.weighting, data)
     if limits and data is None:
         raise UserError(f"data.{next(iter(limits))} is for calibration data: give them, or leave it out")
@@ -132,14 +133,14 @@ def compress(
         on, origin, weighted = device_for(model, device), source if tokenizer is None else None, None
         if chosen.weighting != "none" and data is not None:
             words = tokenizer_of(model, tokenizer)
-            weighted = measure_weights_on(data, teacher, words, chosen, method, limits, on, origin)
+            weighted = measure_weights_on(data, teacher, words, made_by, limits, on, origin)
         student = teacher
         if named:
             compress_in_place(student, chosen, method, device=on, weighted=weighted, lost=lost)
         else:
             student = compress_model(teacher, chosen, method, device=on, weighted=weighted, lost=lost)
         if folder is not None:
-            save_compressed(student, tokenizer, folder, model, source, chosen, method, Path(str(output)).name)
+            save_compressed(student, tokenizer, folder, model, made_by, Path(str(output)).name)
     return student
 
 

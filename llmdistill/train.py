@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llmdistill.config import command_line
-from llmdistill.config.help import COMBINATIONS, asked_help
+from llmdistill.config.help import COMBINATIONS, find_help_topic
 from llmdistill.errors import UserError
 from llmdistill.files import check_writable
 from llmdistill.messages import print_result
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
     Reports name the script that was started, None for `llmdistill train`.
     """
     launcher, words = split_launcher_flags(arguments)
-    if asked_help(words) == COMBINATIONS:
+    if find_help_topic(words) == COMBINATIONS:
         from llmdistill.training.rules import as_text
 
         return print_result(as_text())

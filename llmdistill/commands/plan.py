@@ -77,7 +77,7 @@ def plan(arguments: Sequence[str]) -> None:
     if parsed.json:
         fitting = any(choice.fits for choice in choices)
         best = propose(choices, config.train.micro_batch_size) if fitting else None
-        print_result(described(resolved, machine, choices, best, words))
+        print_result(describe_choices(resolved, machine, choices, best, words))
     else:
         print_choices(resolved, machine, choices, every=parsed.all)
     best = propose(choices, config.train.micro_batch_size)
@@ -186,7 +186,7 @@ def first_words(choice: LayoutChoice, words: Sequence[str], machine: MachineConf
     return ["llmdistill", "cache", *launcher_words(machine), *run, *settings, "--output", cache.folder]
 
 
-def described(
+def describe_choices(
     plan: Plan, machine: MachineConfig, choices: Sequence[LayoutChoice], best: LayoutChoice | None, words: Sequence[str]
 ) -> dict[str, Any]:
     """Return the forecast as plain JSON values."""

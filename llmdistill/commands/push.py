@@ -57,22 +57,21 @@ def push(arguments: Sequence[str]) -> None:
     api = HfApi(library_name="llmdistill")
     try:
         repository = api.create_repo(parsed.name, private=True if parsed.private else None, exist_ok=True)
-        operations = [CommitOperationAdd(name, _read_content(folder / name, repository.repo_id)) for name in files]
+        operations = []
+        for name in files:
+            content: str | bytes = str(folder / name)
+            if name == CARD:  # it says where the model is
+                card = (folder / name).read_text(encoding="utf-8")
+                content = card.replace(f'"{PLACE}"', f'"{repository.repo_id}"').encode()
+            operations.append(CommitOperationAdd(name, content))
         commit = api.create_commit(repository.repo_id, operations, commit_message="Student of llmdistill")
     except Exception as error:  # network and hub raise many types, which huggingface_hub does not unify
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise UserError(
             f"{parsed.name}: the hub did not take it ({reason}); fix that and give the command again"
         ) from error
-    card = "" if CARD in files else f"; it has no {CARD}, which a run writes at its end"
-    print_result(f"{len(files)} files of {folder} are in {commit.commit_url}{card}")
-
-
-def _read_content(file: Path, name: str) -> str | bytes:
-    """Return the upload of a file: its path, or the text of a card with the name of its repository."""
-    if file.name != CARD:
-        return str(file)
-    return file.read_text(encoding="utf-8").replace(f'"{PLACE}"', f'"{name}"').encode()
+    without = "" if CARD in files else f"; it has no {CARD}, which a run writes at its end"
+    print_result(f"{len(files)} files of {folder} are in {commit.commit_url}{without}")
 
 
 def model_folder(folder: Path) -> Path:

@@ -20,20 +20,18 @@ from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
 from llmdistill.messages import print_result
 from llmdistill.methods import METHODS
-from llmdistill.runtime.terminal import exit_code, quiet_transformers
+from llmdistill.runtime.terminal import command_block, quiet_transformers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do the work of a file and return the exit code of the command that does the same."""
     (file,) = sys.argv[1:] if arguments is None else arguments
-    return exit_code(lambda: _work(Path(file)))
-
-
-def _work(file: Path) -> None:
-    given = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if given["work"] not in WORK:
-        raise UserError(f"{file}: there is no work {given['work']!r} (there are {', '.join(WORK)})")
-    WORK[given["work"]](given["settings"], f"python -m llmdistill.commands.worker {shlex.quote(str(file))}")
+    with command_block() as ending:
+        given = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        if given["work"] not in WORK:
+            raise UserError(f"{file}: there is no work {given['work']!r} (there are {', '.join(WORK)})")
+        WORK[given["work"]](given["settings"], f"python -m llmdistill.commands.worker {shlex.quote(file)}")
+    return ending.code
 
 
 def _generate(settings: Mapping[str, Any], command: str) -> None:

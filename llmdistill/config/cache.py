@@ -30,6 +30,6 @@ class CacheConfig:
     command repeats at most one shard a rank."""
 
     @property
-    def kept_top_k(self) -> int | None:
+    def stored_top_k(self) -> int | None:
         """The number of most likely tokens that are kept; None if hidden states are."""
         return self.top_k if self.content == "top_k" else None

@@ -19,9 +19,9 @@ from typing import Any, TypeVar, cast, get_args
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
-from llmdistill.config.flags import actions, takes_list, type_of
+from llmdistill.config.flags import actions, is_list, type_of
 from llmdistill.config.foreign import our_name
-from llmdistill.config.help import asked_help, help_of, hide_stubs
+from llmdistill.config.help import find_help_topic, help_of, hide_stubs
 from llmdistill.config.marks import VALUES, check_taken, settings_of
 from llmdistill.config.methods import MethodTable
 from llmdistill.config.recipes import extended, recipe_names, recipe_path
@@ -96,7 +96,7 @@ def parse_run(
     `script` is the file that a launcher runs, None for `llmdistill train`. `recipe` is None for a run without one: the
     embedded example is only for runs that name no teacher or data.
     """
-    topic = asked_help(arguments)
+    topic = find_help_topic(arguments)
     if topic is not None:
         text = help_of(run_parser(methods), topic, methods)
         print(text if script is None else text.replace(_COMMAND, f"deepspeed [--num_gpus N] {script}", 1), end="")
@@ -126,7 +126,7 @@ def parse_run(
     # Write one command line for jsonargparse, where a later word wins: before each layer come the defaults of the
     # settings that it takes back.
     for layer, layer_words in (*layers, (typed, rest)):
-        back = overrides.taken_back(layer, below, settings)
+        back = overrides.find_replaced(layer, below, settings)
         words += [*overrides.flags(back), *layer_words]
         below |= {**back, **layer}
     parsed = _parse_words(parser, words)
@@ -199,7 +199,7 @@ def _parse_words(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     typed = overrides.given_flags(arguments)
     check_keys(parser, [key for key in typed if key not in ("", "print_config")], prefix="--")
     # `a,b` becomes `[a,b]` after the flags whose settings are lists.
-    flags = {flag for action in actions(parser) if takes_list(action) for flag in action.option_strings}
+    flags = {flag for action in actions(parser) if is_list(action) for flag in action.option_strings}
     words: list[str] = []
     for word in arguments:
         flag, equals, value = word.partition("=")

@@ -20,7 +20,7 @@ def type_of(action: Any) -> Any:
     return getattr(action, "_typehint", None)
 
 
-def takes_list(action: Any) -> bool:
+def is_list(action: Any) -> bool:
     """Return whether a setting is a list, or a list or None. A type that may also be a string does not count."""
     hint = type_of(action)
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

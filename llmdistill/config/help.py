@@ -31,7 +31,7 @@ def hide_stubs(parser: ArgumentParser) -> None:
             action.help = argparse.SUPPRESS
 
 
-def asked_help(words: Sequence[str]) -> str | None:
+def find_help_topic(words: Sequence[str]) -> str | None:
     """Return the topic of --help: a section, `all`, or "" for the common settings; None if no help is requested."""
     place = next((n for n, word in enumerate(words) if word == "-h" or word.split("=")[0] == "--help"), None)
     if place is None:

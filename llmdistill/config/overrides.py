@@ -22,7 +22,7 @@ _WEIGHTING = "student.factorize.weighting"
 _CALIBRATION_DATA = "student.factorize.calibration.data"
 
 
-def taken_back(
+def find_replaced(
     layer: Mapping[str, Any], below: Mapping[str, Any], settings: Mapping[str, Field[Any]]
 ) -> dict[str, Any]:
     """Return the settings that a layer takes back of the layers below it, by dotted key, with their defaults.
@@ -77,15 +77,12 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     for number, word in enumerate(words):
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
-            following = words[number + 1] if number + 1 < len(words) else "true"
-            values[key] = _parse_value(key, value if equals else following)
+            if not equals:
+                value = words[number + 1] if number + 1 < len(words) else "true"
+            try:
+                values[key] = yaml.load(value, UniqueKeys)
+            except TwiceError as error:
+                raise UserError(f"--{key}: {error.problem}: leave one of them out") from error
+            except Exception:  # the readers of YAML's types raise exceptions of many types
+                values[key] = value
     return values
-
-
-def _parse_value(key: str, value: str) -> Any:
-    try:
-        return yaml.load(value, UniqueKeys)
-    except TwiceError as error:
-        raise UserError(f"--{key}: {error.problem}: leave one of them out") from error
-    except Exception:  # the readers of YAML's types raise exceptions of many types
-        return value

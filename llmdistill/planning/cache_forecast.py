@@ -73,7 +73,7 @@ class CacheTrace(Teacher):
             return rows.new_empty(counts[place_of(name)], *rows.shape[1:])
 
         return to_outputs(
-            read, batch, self.request, top_k=self.settings.kept_top_k, head=self.head, scaling=self.scaling
+            read, batch, self.request, top_k=self.settings.stored_top_k, head=self.head, scaling=self.scaling
         )
 
 
@@ -131,14 +131,14 @@ def trace_cache(
     tapped_teacher = tap_teacher(method, teacher, vocabulary=vocabulary)
     with on_gpu(), tracer, torch.no_grad():
         outputs = tapped_teacher.compute_targets(batch, lm_head=method.teacher_positions)
-        rows = to_rows(outputs, batch, request, top_k=settings.kept_top_k, vocabulary=vocabulary)
+        rows = to_rows(outputs, batch, request, top_k=settings.stored_top_k, vocabulary=vocabulary)
     tapped_teacher.remove()
     head = next((inputs for inputs in outputs.lm_head.values() if isinstance(inputs, HeadInputs)), None)
     return CacheTrace(
         settings=settings,
         request=request,
         rows=rows,
-        head=None if settings.kept_top_k is not None else head,
+        head=None if settings.stored_top_k is not None else head,
         scaling=outputs.taps.scaling,
         micro_batch=count_positions(batch),
         work=tracer.work,

@@ -29,7 +29,7 @@ from llmdistill.tasks.base import TaskData
 from llmdistill.teachers.live import TeacherOnDemand
 from llmdistill.teachers.source import TeacherRun
 from llmdistill.training.assemble import load_student, prepare_student, share_of
-from llmdistill.training.callbacks.uneven_terms import alone, uneven_terms
+from llmdistill.training.callbacks.uneven_terms import only_term, uneven_terms
 from llmdistill.training.plan import Plan, make_plans
 from llmdistill.training.resolved import RunModels
 
@@ -209,7 +209,7 @@ def term_sizes(
                 teacher_outputs = (
                     None if teacher is None else teacher.compute_targets(batch, lm_head=method.teacher_positions)
                 )
-            losses = learner.compute_losses(batch, alone(method.bind_terms(teacher_outputs, batch, divisors), name))
+            losses = learner.compute_losses(batch, only_term(method.bind_terms(teacher_outputs, batch, divisors), name))
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
             gradients_of_parameters = (
                 torch.autograd.grad(losses.total, parameters, allow_unused=True) if gradients else ()

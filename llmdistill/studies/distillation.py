@@ -11,7 +11,7 @@ from llmdistill.training import assemble
 from llmdistill.training.cache import check_cache
 from llmdistill.training.calibration import check_calibration
 from llmdistill.training.job import MakeCallback, execute, run_plan
-from llmdistill.training.plan import Plan, make_plan, searched_by
+from llmdistill.training.plan import Plan, find_searching_method, make_plan
 from llmdistill.training.run_folder import claim_folder
 
 
@@ -35,7 +35,7 @@ def distill_plans(
     for plan in plans:
         check_cache(plan, data.for_models(plan.models))
     *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
-    searching = searched_by(last.config)
+    searching = find_searching_method(last.config)
     # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
     alone = not assistants and then is None and searching is None
     with claim_folder(last.asked, may_go_on=alone):

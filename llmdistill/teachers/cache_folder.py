@@ -122,7 +122,7 @@ class CacheFolder:
 
         on_every(check)
 
-    def missing(self, ids: Sequence[int]) -> list[int]:
+    def find_missing(self, ids: Sequence[int]) -> list[int]:
         """Return the ids of examples that are not in the cache, in their order."""
         there = np.isin(np.asarray(ids, dtype=np.int64), self._index[0])
         return [each for each, known in zip(ids, there.tolist(), strict=True) if not known]
@@ -136,10 +136,10 @@ class CacheFolder:
         wanted = np.asarray(ids, dtype=np.int64)
         sorted_ids, shard_places, _ = self._index
         order = np.searchsorted(sorted_ids, wanted).clip(max=max(0, len(sorted_ids) - 1))
-        found = sorted_ids[order] == wanted
-        if not found.all():
+        known = sorted_ids[order] == wanted
+        if not known.all():
             raise UserError(
-                f"{self.folder}: the teacher's cache has no example {wanted[~found][0]}; make a cache of this run's "
+                f"{self.folder}: the teacher's cache has no example {wanted[~known][0]}; make a cache of this run's "
                 "data with `llmdistill cache`"
             )
         return np.asarray(shard_places[order])
@@ -197,10 +197,10 @@ class CacheFolder:
     @cached_property
     def _shard(self) -> Any:
         # safetensors maps the file, so that only the rows that are used are read from the disk.
-        return lru_cache(_OPEN_SHARDS)(lambda shard: _opened(self.folder / shard_name(shard)))
+        return lru_cache(_OPEN_SHARDS)(lambda shard: _open_shard(self.folder / shard_name(shard)))
 
 
-def _opened(file: Path) -> Any:
+def _open_shard(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -211,7 +211,7 @@ def _opened(file: Path) -> Any:
 def _read_shard(file: Path) -> Iterator[Any]:
     """Open a shard for a block that reads from it; a UserError if it does not hold what a cache writes."""
     try:
-        with _opened(file) as opened:
+        with _open_shard(file) as opened:
             yield opened
     except UserError:
         raise

@@ -171,7 +171,9 @@ class ServerSource(TeacherSource):
 
     def check_plan(self, plan: TeacherPlan) -> None:
         teacher, tokens = plan.config.teacher, plan.models.compared_tokens
-        obstacle = number_beyond_vllm(plan, remedy="train with the teacher itself (teacher.url and teacher.top_k null)")
+        obstacle = vllm_number_obstacle(
+            plan, remedy="train with the teacher itself (teacher.url and teacher.top_k null)"
+        )
         if obstacle is not None:
             raise UserError(f"teacher.url {teacher.url}: {obstacle}")
         if teacher.top_k is not None and teacher.top_k >= tokens:
@@ -192,7 +194,7 @@ class ServerSource(TeacherSource):
     def cache_settings(self, plan: TeacherPlan, settings: CacheConfig) -> CacheConfig:
         top_k = plan.config.teacher.top_k  # the server's answers fill the cache
         assert top_k is not None
-        if settings.engine != "auto" or settings.kept_top_k not in (None, top_k):
+        if settings.engine != "auto" or settings.stored_top_k not in (None, top_k):
             raise UserError(
                 f"teacher.url {plan.config.teacher.url} fills a cache with the {top_k} most likely tokens of "
                 "teacher.top_k: leave --cache.engine, --cache.content and --cache.top_k out"
@@ -204,12 +206,12 @@ class ServerSource(TeacherSource):
         return self.client(plan).score
 
 
-def number_beyond_vllm(plan: TeacherPlan, *, remedy: str) -> str | None:
+def vllm_number_obstacle(plan: TeacherPlan, *, remedy: str) -> str | None:
     """Why vLLM's log-probabilities are not those that a run compares, by a number; None if they are."""
     temperatures, length = Request.of(plan.method).temperatures, plan.config.data.max_length
     if temperatures != (1.0,):
-        asked = ", ".join(f"{temperature:g}" for temperature in temperatures)
-        return f"the mass of the rest at temperature {asked} does not follow from vLLM's answers; {remedy}"
+        listed = ", ".join(f"{temperature:g}" for temperature in temperatures)
+        return f"the mass of the rest at temperature {listed} does not follow from vLLM's answers; {remedy}"
     if plan.models.compared_tokens != plan.models.teacher.vocab_size:
         return (
             f"vLLM compares all {plan.models.teacher.vocab_size} tokens of the teacher, of which the student has "

@@ -13,7 +13,7 @@ the tensors begin with the positions to which their rows belong:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class Request:
             "sequences": self.sequences,
         }
 
-    def lacking(self, held: Mapping[str, Any]) -> str | None:
+    def find_missing(self, held: Mapping[str, Any]) -> str | None:
         """Return the first thing that this request needs and a cache does not hold, as words; None if it has all.
 
         `held` is the record of the cache: that of its request, with `top_k` (None if the cache holds hidden states).
@@ -104,7 +104,21 @@ def to_rows(
             assert head.weight is not None, "hidden states need the head"
             rows[f"{place}.states"] = head.rows
             continue
-        rows |= top_rows(_most_likely(head, top_k, request.temperatures, vocabulary), place)
+        weight_VK = None if head.weight is None else head.weight[:vocabulary]
+        bias_V = None if head.bias is None else head.bias[:vocabulary]
+        parts: list[TopK] = []
+        for rows_nK in head.rows.split(_CHUNK):
+            if weight_VK is None:
+                logits_nV = rows_nK[:, :vocabulary]
+            else:
+                logits_nV = torch.nn.functional.linear(rows_nK.to(weight_VK.dtype), weight_VK, bias_V)
+            parts.append(most_likely(logits_nV, top_k, request.temperatures))
+        top = TopK(
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([part.log_probs for part in parts]),
+            {t: torch.cat([part.rest[t] for part in parts]) for t in request.temperatures},
+        )
+        rows |= top_rows(top, place)
     for aspect, layers in request.taps.items():
         for layer in layers:
             tensor = getattr(outputs.taps, aspect)[layer]
@@ -120,23 +134,6 @@ def top_rows(top: TopK, place: Positions) -> dict[str, Tensor]:
     """Return the rows of the most likely tokens at positions of one kind."""
     rows = {f"{place}.top": top.tokens.int(), f"{place}.log_probs": top.log_probs}
     return rows | {f"{place}.tail.{temperature}": mass for temperature, mass in top.rest.items()}
-
-
-def _most_likely(head: HeadInputs, k: int, temperatures: Sequence[float], vocabulary: int | None) -> TopK:
-    weight_VK = None if head.weight is None else head.weight[:vocabulary]
-    bias_V = None if head.bias is None else head.bias[:vocabulary]
-    parts = []
-    for rows_nK in head.rows.split(_CHUNK):
-        if weight_VK is None:
-            logits_nV = rows_nK[:, :vocabulary]
-        else:
-            logits_nV = torch.nn.functional.linear(rows_nK.to(weight_VK.dtype), weight_VK, bias_V)
-        parts.append(most_likely(logits_nV, k, temperatures))
-    return TopK(
-        torch.cat([part.tokens for part in parts]),
-        torch.cat([part.log_probs for part in parts]),
-        {t: torch.cat([part.rest[t] for part in parts]) for t in temperatures},
-    )
 
 
 def rows_of_samples(batch: Batch, place: Positions) -> Tensor:

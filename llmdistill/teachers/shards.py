@@ -58,7 +58,7 @@ class Job:
 
     @property
     def top_k(self) -> int | None:
-        return self.settings.kept_top_k
+        return self.settings.stored_top_k
 
     @property
     def has_head(self) -> bool:
@@ -88,11 +88,11 @@ def claim(job: Job) -> list[int]:
     """Return the shards that must be written; raises UserError if the folder holds something else."""
     remedy = "give another --output, or remove this one"
     finished = read_record(job.folder / CACHE_FILE, remedy=remedy, keys={"files": dict})
-    asked = read_record(job.folder / REQUEST_FILE, remedy=remedy) if finished is None else finished
-    if asked is None and job.folder.exists() and not (job.folder.is_dir() and is_unused(job.folder)):
+    request = read_record(job.folder / REQUEST_FILE, remedy=remedy) if finished is None else finished
+    if request is None and job.folder.exists() and not (job.folder.is_dir() and is_unused(job.folder)):
         raise UserError(f"--output {job.folder}: the folder is not empty and holds no teacher's cache; {remedy}")
     subject = f"--output {job.folder}: it holds another cache"
-    old = None if asked is None else {key: asked.get(key) for key in job.record}
+    old = None if request is None else {key: request.get(key) for key in job.record}
     compare_records(old, job.record, subject=subject, remedy=remedy)
     if finished is None:
         write_json(job.folder / REQUEST_FILE, job.record)

@@ -107,10 +107,10 @@ class Translation:
             pad_rows(labels, IGNORE_INDEX),
             sample_ids=tuple((sample_id(each.ids, each.spans >= 0),) for each in sequences),
         )
-        found = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
+        rows_of = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
         compared = torch.from_numpy(np.concatenate([each[each != IGNORE_INDEX] for each in labels]))
         empty = HeadInputs(torch.empty(0), None, None)
-        return of_teacher, OtherTokens(head=empty, labels=compared, num_spans=num_spans, shared=self.shared, **found)
+        return of_teacher, OtherTokens(head=empty, labels=compared, num_spans=num_spans, shared=self.shared, **rows_of)
 
     def _sequence(self, ids: np.ndarray, labeled: np.ndarray) -> _Translated:
         """Translate one sequence; only spans of which both models predict all tokens are kept."""
@@ -127,9 +127,9 @@ class Translation:
         spans, student_spans = np.concatenate(spans_of_parts), np.concatenate(student_spans_of_parts)
 
         # The first token that the teacher reads is predicted by none, and so are those beyond its positions.
-        of_teacher, of_student = _tokens(spans, count), _tokens(student_spans, count)
-        kept = (of_teacher > 0) & (of_teacher == _tokens(spans[1 : self._longest], count))
-        kept &= (of_student > 0) & (of_student == _tokens(student_spans[labeled], count))
+        of_teacher, of_student = _count_tokens(spans, count), _count_tokens(student_spans, count)
+        kept = (of_teacher > 0) & (of_teacher == _count_tokens(spans[1 : self._longest], count))
+        kept &= (of_student > 0) & (of_student == _count_tokens(student_spans[labeled], count))
         again = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)  # without gaps; the last entry is for no span
         spans, student_spans = again[spans][: self._longest], again[student_spans]
 
@@ -185,7 +185,7 @@ class Translation:
                 rest = next((n for n, piece in enumerate(pieces) if not 0x80 <= (piece or b" ")[0] < 0xC0), len(pieces))
                 student_spans.append(np.full(rest, -1))
                 pieces = pieces[rest:]
-            text = _text(b"".join(pieces))
+            text = _decode_prefix(b"".join(pieces))
             theirs = self._teacher.encode(text)
             of_student, of_teacher = equal_spans(pieces, self._teacher.split(theirs, text))
             student_spans.append(np.where(of_student >= 0, of_student + count, -1))
@@ -209,7 +209,7 @@ class TranslatedExample:
         return self.length
 
 
-def translated_examples(
+def translate_examples(
     items: Sequence[Any], collate: Callable[[list[Any]], Batch], translation: Translation
 ) -> tuple[list[TranslatedExample], Callable[[list[TranslatedExample]], Batch]]:
     """Return the examples of a training set in the teacher's tokens, and what collates them."""
@@ -224,12 +224,12 @@ def translated_examples(
     return found, lambda examples: collated([each.item for each in examples])
 
 
-def _tokens(spans: np.ndarray, count: int) -> np.ndarray:
+def _count_tokens(spans: np.ndarray, count: int) -> np.ndarray:
     """The number of tokens in each of so many spans."""
     return np.bincount(spans[spans >= 0], minlength=count)
 
 
-def _text(whole: bytes) -> str:
+def _decode_prefix(whole: bytes) -> str:
     """Return the text of bytes, up to the first byte that is no UTF-8."""
     try:
         return whole.decode("utf-8")
@@ -262,10 +262,12 @@ class TranslatedTeacher(Teacher):
         device = batch.input_ids.device
         of_teacher, others = self.translation(batch)
         if not self._is_told:
-            self.say(f"Note        the teacher has another tokenizer; of the first batch's labels {shares(others)}")
+            self.say(
+                f"Note        the teacher has another tokenizer; of the first batch's labels {describe_shares(others)}"
+            )
             self._is_told = True
-        found = self.teacher.compute_targets(of_teacher.with_label_rows(shift=True).to(device), lm_head=lm_head)
-        head = found.lm_head["labels"]
+        outputs = self.teacher.compute_targets(of_teacher.with_label_rows(shift=True).to(device), lm_head=lm_head)
+        head = outputs.lm_head["labels"]
         assert isinstance(head, HeadInputs), "a cache knows only its own tokens"
         moved = {
             name: getattr(others, name).to(device) for name in ("labels", "spans", "pairs", "student_spans", "starts")
@@ -278,7 +280,7 @@ class TranslatedTeacher(Teacher):
         )
 
 
-def shares(others: OtherTokens) -> str:
+def describe_shares(others: OtherTokens) -> str:
     """Return how many of the labels are compared, and how, as words."""
     count = max(1, len(others.pairs))
     pairs, spans = (int((each >= 0).sum()) / count for each in (others.pairs, others.student_spans))
@@ -325,7 +327,7 @@ class TranslatedSource(ModelSource):
     def examples(
         self, plan: TeacherPlan, data: TaughtData, name: str
     ) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
-        return translated_examples(*self.part.examples(plan, data, name), make_translation(plan, data))
+        return translate_examples(*self.part.examples(plan, data, name), make_translation(plan, data))
 
     def cache_settings(self, plan: TeacherPlan, settings: CacheConfig) -> CacheConfig:
         return self.part.cache_settings(plan, settings)

@@ -28,7 +28,7 @@ from llmdistill.teachers.live import make_teacher
 from llmdistill.teachers.rows import Request, rows_of_samples
 from llmdistill.teachers.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
 from llmdistill.teachers.source import TeacherSource
-from llmdistill.training.checks import check_can_cache, check_top_k, lacking_of_vllm
+from llmdistill.training.checks import check_can_cache, check_top_k, vllm_obstacle
 from llmdistill.training.plan import Plan
 from llmdistill.training.resolved import RunModels
 from llmdistill.training.run_folder import input_fingerprints
@@ -57,14 +57,14 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path) 
     scorer = source.scorer(plan)
     if scorer is None:
         check_top_k(settings, plan.models.compared_tokens)
-        if source.needs_whole and settings.kept_top_k is not None:
+        if source.needs_whole and settings.stored_top_k is not None:
             raise UserError(f"--cache.content {settings.content}: {_ONLY_WHOLE}; take hidden_states")
         settings = replace(settings, engine=engine_of(plan, settings))
     items, collate = source.examples(plan, data, name)
     ids, lengths = np.array([(item.sample_id, len(item)) for item in items], dtype=np.int64).T
     shards = plan_shards(ids, lengths, settings)
-    kept = [index for shard in shards for batch in shard for index in batch]
-    record = _record(plan, data, settings, ids[kept], lengths[kept])
+    in_order = [index for shard in shards for batch in shard for index in batch]
+    record = _record(plan, data, settings, ids[in_order], lengths[in_order])
     job = Job(
         folder=folder,
         settings=settings,
@@ -140,8 +140,8 @@ def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
 def engine_of(plan: Plan, settings: CacheConfig) -> EngineName:
     """Return what runs the teacher: "auto" is vLLM if it can, else "hf"; UserError if vLLM is asked for and cannot."""
     world = World.current()
-    obstacle = lacking_of_vllm(plan)
-    if settings.kept_top_k is None:
+    obstacle = vllm_obstacle(plan)
+    if settings.stored_top_k is None:
         obstacle = "vLLM gives no hidden states; take --cache.content top_k, or --cache.engine hf"
     return choose_engine(
         settings.engine,
@@ -184,7 +184,7 @@ def _record(plan: Plan, data: TaskData, settings: CacheConfig, ids: np.ndarray, 
             "model": plan.models.teachers[settings.teacher].settings.model,
             "held": {
                 **Request.of(plan.method).record(),
-                "top_k": settings.kept_top_k,
+                "top_k": settings.stored_top_k,
                 "vocabulary": plan.models.compared_tokens,
             },
             "data": _data_record(plan.config),
@@ -202,15 +202,15 @@ def _check_origin(plan: Plan, source: TeacherSource, data: TaskData, folder: Cac
     if source.needs_whole and record["held"]["top_k"] is not None:
         raise UserError(f"{key}: it holds the most likely tokens, but {_ONLY_WHOLE}; make it with hidden_states")
     remedy = "name the cache of this run, or make it with `llmdistill cache` and the settings of this run"
-    asked = {**_origin(plan.models, data, name), "vocabulary": plan.models.compared_tokens}
+    expected = {**_origin(plan.models, data, name), "vocabulary": plan.models.compared_tokens}
     held = {**record, "vocabulary": record["held"]["vocabulary"]}
     if record["held"]["top_k"] is None:
-        del asked["vocabulary"]  # the head has the logits of all tokens
-    for what, new in asked.items():
+        del expected["vocabulary"]  # the head has the logits of all tokens
+    for what, new in expected.items():
         if held.get(what) != new:
             model = f" ({record['model']})" if what == "teacher" else ""
             raise UserError(f"{key}: its {what} is {held.get(what)}{model}, and that of this run is {new}; {remedy}")
-    lacking = Request.of(plan.method).lacking(record["held"])
+    lacking = Request.of(plan.method).find_missing(record["held"])
     if lacking is not None:
         methods = " + ".join(plan.config.methods())
         raise UserError(f"{key}: it does not hold {lacking}, which method {methods} needs; {remedy}")
@@ -219,11 +219,12 @@ def _check_origin(plan: Plan, source: TeacherSource, data: TaskData, folder: Cac
 def _check_examples(plan: Plan, source: TeacherSource, data: TaskData, folder: CacheFolder, name: str) -> None:
     """Raises UserError if an example of the training set is not in a cache."""
     ids = [item.sample_id for item in source.examples(plan, data, name)[0]]
-    missing = folder.missing(ids)
+    missing = folder.find_missing(ids)
     if not missing:
         return
-    found = differences(folder.record["data"], _data_record(plan.config))
-    why = f"{found[0].key} was {found[0].old} and is now {found[0].new}" if found else "its data are others"
+    why = "its data are others"
+    for setting in differences(folder.record["data"], _data_record(plan.config))[:1]:
+        why = f"{setting.key} was {setting.old} and is now {setting.new}"
     key = plan.models.teachers[name].key
     raise UserError(
         f"{key}.cache {folder.folder}: {len(missing):,} of the {len(ids):,} examples are not in it, first "

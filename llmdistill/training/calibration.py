@@ -22,7 +22,6 @@ from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.config.command_line import changed, to_dict
 from llmdistill.config.data import NOT_OF_EXAMPLES
-from llmdistill.config.student import FactorizeMethod
 from llmdistill.data.memory import has_columns
 from llmdistill.data.prompts import resolve_prompt
 from llmdistill.data.sampler import Share
@@ -80,13 +79,13 @@ def measure_weights(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskDa
     )
     what = f"{settings.weighting} on {settings.calibration.examples} examples"
     print_main(f"Student     its factors are weighted by {what}")
-    found = weigh(source, settings, plan.config.student.method)
+    factors = weigh(source, settings, plan.config.student.method)
     if world.is_main:
         # Statistics that were kept cost what they took then, so that students of a study can be compared.
-        _report(plan.folder, settings, found, max(found.seconds, time.perf_counter() - began))
-    if found.warning() is not None:
-        warn_main(str(found.warning()))
-    return found
+        _report(plan.folder, settings, factors, max(factors.seconds, time.perf_counter() - began))
+    if factors.warning() is not None:
+        warn_main(str(factors.warning()))
+    return factors
 
 
 def measure_parts(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> Importance | None:
@@ -98,21 +97,21 @@ def measure_parts(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData
     began = time.perf_counter()
     batches, _ = _batches_of_run(plan, data)
     rounds, reduce = largest_number(len(batches)), dist.all_reduce if world.size > 1 else None
-    found = measure_importance(teacher().model, batches, reduce=reduce, rounds=rounds)
+    importance = measure_importance(teacher().model, batches, reduce=reduce, rounds=rounds)
     sizes = [shape_of(each).num_layers for each in (plan.models.student, plan.models.teacher)]
-    layers = teacher_layers(settings.teacher_layers, *sizes, key="student.layers", influence=found.influence_L)
+    layers = teacher_layers(settings.teacher_layers, *sizes, key="student.layers", influence=importance.influence_L)
     if world.is_main:
         named, seconds = [layer + 1 for layer in layers], time.perf_counter() - began
         values = {
-            "tokens": found.tokens,
+            "tokens": importance.tokens,
             "seconds": round(seconds, 2),
             "layers": named,
-            "influence": found.influence_L.tolist(),
+            "influence": importance.influence_L.tolist(),
         }
         write_json(plan.folder / "importance.json", values)
         listed = ", ".join(map(str, named))
-        say(f"Student     takes parts of layers {listed}, chosen on {found.tokens:,} tokens in {seconds:.0f} s")
-    return found
+        say(f"Student     takes parts of layers {listed}, chosen on {importance.tokens:,} tokens in {seconds:.0f} s")
+    return importance
 
 
 def _batches_of_run(plan: Plan, data: TaskData) -> tuple[list[Batch], list[Batch]]:
@@ -125,8 +124,7 @@ def measure_weights_on(
     data: Data,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    settings: FactorizeConfig,
-    method: FactorizeMethod,
+    student: StudentConfig,
     limits: Mapping[str, Any],
     device: torch.device | None,
     origin: Path | str | None,
@@ -145,11 +143,13 @@ def measure_weights_on(
         positions = max_positions(model.config, DataConfig().max_length)
         usual = {"max_length": positions, "max_prompt_length": min(DataConfig().max_prompt_length, positions - 1)}
         of_data = {"train": file, "kind": kind_of(data), "tests": {}}
-        kept = changed(DataConfig(), {**usual, **of_data, **limits}, key="")
-        make_task(RunConfig(ds_config="", data=kept)).check_positions("model", type(model).__name__, model.config)
-        if kept.kind == "instructions":
-            kept = replace(kept, prompt=resolve_prompt(kept.prompt, [tokenizer]))
-        config = RunConfig(ds_config="", student=StudentConfig(method=method, factorize=settings), data=kept)
+        data_config = changed(DataConfig(), {**usual, **of_data, **limits}, key="")
+        make_task(RunConfig(ds_config="", data=data_config)).check_positions(
+            "model", type(model).__name__, model.config
+        )
+        if data_config.kind == "instructions":
+            data_config = replace(data_config, prompt=resolve_prompt(data_config.prompt, [tokenizer]))
+        config = RunConfig(ds_config="", student=student, data=data_config)
         models = Models(
             teacher=model.config,
             student=model.config,
@@ -176,11 +176,11 @@ def measure_weights_on(
         own = model.device
         moved = cast(Any, model).to(own if device is None else device)
         try:
-            found = weigh(source, settings, method)
+            factors = weigh(source, student.factorize, student.method)
         finally:
             moved.to(own)
-        _say_which_allocation(found, aside=True)
-        return found
+        _say_which_allocation(factors, aside=True)
+        return factors
 
 
 def _open_saved(config: RunConfig, teacher: Callable[[], str], dtype: torch.dtype) -> Callable[[], SavedFactors] | None:

@@ -60,29 +60,29 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
 
     Their manifests are checked, the hashes of their files are not. Raises UserError if one is of another format.
     """
-    found = [_open(step, path) for step, path in _folders(folder) if (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda each: each.step)
+    saved: list[Checkpoint] = []
+    for step, path in _folders(folder):
+        file = path / MANIFEST
+        if not file.is_file():
+            continue
+        manifest, damage = find_record(file, {"format": int})
+        if manifest is not None:
+            if manifest["format"] != _FORMAT:
+                raise UserError(
+                    f"{path}: a checkpoint of format {manifest['format']}, this version reads {_FORMAT}: "
+                    "finish the run with the version that began it"
+                )
+            manifest, damage = find_record(file, _KEYS)
+        if manifest is not None and manifest["step"] != step:
+            damage = f"{file}: it is of step {manifest['step']}"
+        saved.append(Checkpoint(path, step, manifest or {}, damage))
+    return sorted(saved, key=lambda checkpoint: checkpoint.step)
 
 
 def _folders(folder: Path) -> list[tuple[int, Path]]:
     """Return step and folder of all that a run has saved, complete or not; other names are the user's own folders."""
-    found = ((re.fullmatch(r"step-([0-9]{1,18})", path.name), path) for path in (folder / "checkpoints").glob("step-*"))
-    return [(int(name[1]), path) for name, path in found if name is not None and path.is_dir()]
-
-
-def _open(step: int, path: Path) -> Checkpoint:
-    file = path / MANIFEST
-    manifest, damage = find_record(file, {"format": int})
-    if manifest is not None:
-        if manifest["format"] != _FORMAT:
-            raise UserError(
-                f"{path}: a checkpoint of format {manifest['format']}, this version reads {_FORMAT}: "
-                "finish the run with the version that began it"
-            )
-        manifest, damage = find_record(file, _KEYS)
-    if manifest is not None and manifest["step"] != step:
-        damage = f"{file}: it is of step {manifest['step']}"
-    return Checkpoint(path, step, manifest or {}, damage)
+    names = ((re.fullmatch(r"step-([0-9]{1,18})", path.name), path) for path in (folder / "checkpoints").glob("step-*"))
+    return [(int(name[1]), path) for name, path in names if name is not None and path.is_dir()]
 
 
 def save_checkpoint(
@@ -123,9 +123,9 @@ def save_checkpoint(
         write_json(target / MANIFEST, {**about, "kinds": kinds, "files": files, **of_training})
         sync(target / MANIFEST)
         sync(target)  # its name in its folder too, before another checkpoint is removed
-        kept = [each.folder for each in checkpoints(folder) if each.damage is None][-keep:]
+        newest = [each.folder for each in checkpoints(folder) if each.damage is None][-keep:]
         for _, old in _folders(folder):  # a folder without a manifest is what a kill has left
-            if old not in kept:
+            if old not in newest:
                 shutil.rmtree(old)
 
     on_main(complete)
@@ -137,20 +137,20 @@ def load_checkpoint(engine: Any, folder: Path) -> Checkpoint | None:
     A damaged checkpoint is named in a warning and moved out of the way. Raises UserError if no checkpoint is whole, or
     it is of another student.
     """
-    found = _newest_whole(folder)
-    if found is not None:
-        on_every(partial(_check_parameters, engine, found))
-        if set(found.manifest["kinds"]) - {WEIGHT}:
+    newest = _newest_whole(folder)
+    if newest is not None:
+        on_every(partial(_check_parameters, engine, newest))
+        if set(newest.manifest["kinds"]) - {WEIGHT}:
             create_state(engine)
         with restoring(engine):
-            on_every(partial(_restore, fragments(engine), found))
-        state = found.manifest["state"]
+            on_every(partial(_restore, fragments(engine), newest))
+        state = newest.manifest["state"]
         set_counters(engine, state["counters"])
         engine.skipped_steps = state["skipped_steps"]
-        engine.global_steps = found.step
-        engine.global_samples = found.step * engine.train_batch_size()
-        engine.micro_steps = found.step * engine.gradient_accumulation_steps()
-    return found
+        engine.global_steps = newest.step
+        engine.global_samples = newest.step * engine.train_batch_size()
+        engine.micro_steps = newest.step * engine.gradient_accumulation_steps()
+    return newest
 
 
 def _trained(engine: Any) -> dict[str, int]:

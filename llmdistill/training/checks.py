@@ -6,7 +6,6 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmdistill.config.cache import CacheConfig
@@ -14,7 +13,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import byte_size, nearest_folder
 from llmdistill.models.forms import chosen_forms, learns_by_a_form
 from llmdistill.students.sizes import build_planned
-from llmdistill.teachers.remote import number_beyond_vllm
+from llmdistill.teachers.remote import vllm_number_obstacle
 from llmdistill.training.rules import CACHE_BY_VLLM, CACHED_TEACHER, check_conditions, clash
 
 if TYPE_CHECKING:
@@ -43,9 +42,9 @@ def check_can_cache(plan: Plan) -> None:
         raise UserError(obstacle)
 
 
-def lacking_of_vllm(plan: Plan) -> str | None:
+def vllm_obstacle(plan: Plan) -> str | None:
     """Why vLLM cannot fill the cache of a run, with a remedy; None if it can."""
-    return clash(plan, CACHE_BY_VLLM) or number_beyond_vllm(plan, remedy="take --cache.engine hf")
+    return clash(plan, CACHE_BY_VLLM) or vllm_number_obstacle(plan, remedy="take --cache.engine hf")
 
 
 def can_cache(plan: Plan) -> bool:
@@ -55,7 +54,7 @@ def can_cache(plan: Plan) -> bool:
 
 def check_top_k(settings: CacheConfig, compared_tokens: int) -> None:
     """Raise a UserError if a cache is asked to keep as many tokens as there are."""
-    if settings.kept_top_k is not None and settings.kept_top_k >= compared_tokens:
+    if settings.stored_top_k is not None and settings.stored_top_k >= compared_tokens:
         raise UserError(
             f"--cache.top_k is {settings.top_k}, but teacher and student share {compared_tokens} tokens: give "
             "less, or take --cache.content hidden_states"
@@ -121,17 +120,13 @@ def check_disk(plan: Plan) -> None:
     if (plan.folder / "student").is_dir():  # what is left to write are scores and reports
         return
     need, there = DiskNeed.of(plan), nearest_folder(plan.folder)
-    missing = need.total - _held(plan.folder)
+    # An earlier start of the run may have written some of it.
+    parts = ("checkpoints", "untrained", "student", "best", HANDED_OVER)
+    files = (file for part in parts for file in (plan.folder / part).rglob("*") if file.is_file())
+    missing = need.total - sum(file.stat().st_size for file in files)
     free = shutil.disk_usage(there).free
     if missing > free:
         raise UserError(
             f"output_dir {plan.folder}: the run needs {byte_size(missing)} more there ({need}), and the disk of "
             f"{there} has {byte_size(free)} free: free some, choose another output_dir, or lower train.keep_checkpoints"
         )
-
-
-def _held(folder: Path) -> int:
-    """The bytes that an earlier start of the run has written of what it needs."""
-    parts = ("checkpoints", "untrained", "student", "best", HANDED_OVER)
-    files = (file for part in parts for file in (folder / part).rglob("*") if file.is_file())
-    return sum(file.stat().st_size for file in files)

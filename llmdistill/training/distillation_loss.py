@@ -110,8 +110,13 @@ class DistillationLoss:
                 raise UserError(f"the {role} is tapped already: call remove() of the other DistillationLoss first")
         self.teacher, self.student = teacher, student
         names = [method, *also]
-        of_sentences = _pooling_of(teacher, pooling) if "embedding" in names else None
-        self.objective = _objective_of(student, of_sentences)
+        head = find_head(student)
+        if "embedding" in names:
+            self.objective = Objective(tokens=False, targets=EMBEDDINGS, pooling=_find_pooling(teacher, pooling))
+        elif head is None or head.targets is None:
+            self.objective = Objective()
+        else:
+            self.objective = Objective(tokens=head.has_tokens, targets=head.targets(student.config))
         check_names("method", [method], METHODS)
         check_names("also", also, with_teacher(METHODS))
         if tokenizers is not None and any(METHODS[name].needs_teacher > METHODS[name].other_tokens for name in names):
@@ -188,7 +193,14 @@ class DistillationLoss:
                 f"the loss was called with {given}: give the batch as it is, loss(batch), not loss(**batch)"
             )
         located = self.as_batch(batch).with_label_rows(shift=self.method.shift).to(self.student.device)
-        divisors = self._divisors(located, num_items_in_batch)
+        counts: Mapping[Positions, Tensor] = located.counts()
+        if isinstance(num_items_in_batch, Mapping):
+            counts = {name: num_items_in_batch[name].to(located.input_ids.device) for name in POSITIONS}
+        elif num_items_in_batch is not None:
+            scale = num_items_in_batch / counts[self.objective.positions].clamp(min=1)
+            counts = {name: count * scale for name, count in counts.items()}
+        # A batch with a small share of the labels has divisors below 1; only a divisor of 0 is replaced by 1.
+        divisors = {name: torch.where(count > 0, count, 1) for name, count in counts.items()}
         if self.method.needs_teacher and self.teacher.device != located.input_ids.device:
             self.teacher.to(cast(Any, located.input_ids.device))
         teacher_outputs = None
@@ -264,36 +276,14 @@ class DistillationLoss:
     def _run(self, **inputs: Any) -> Any:
         return self._forward(**inputs)
 
-    def _divisors(
-        self, batch: Batch, given: Tensor | int | Mapping[Positions, Tensor] | None
-    ) -> dict[Positions, Tensor]:
-        counts: Mapping[Positions, Tensor] = batch.counts()
-        if isinstance(given, Mapping):
-            counts = {name: given[name].to(batch.input_ids.device) for name in POSITIONS}
-        elif given is not None:
-            scale = given / counts[self.objective.positions].clamp(min=1)
-            counts = {name: count * scale for name, count in counts.items()}
-        # A batch with a small share of the labels has divisors below 1; only a divisor of 0 is replaced by 1.
-        return {name: torch.where(count > 0, count, 1) for name, count in counts.items()}
 
-
-def _pooling_of(teacher: PreTrainedModel, mode: PoolingMode | None) -> Pooling:
+def _find_pooling(teacher: PreTrainedModel, mode: PoolingMode | None) -> Pooling:
     """Return how embeddings are made; see `DistillationLoss`."""
     if mode is not None:
         check_names("pooling", [mode], get_args(PoolingMode))
         return Pooling((mode,))
     folder = Path(teacher.name_or_path or "")
-    found = read_sentence_settings(folder) if teacher.name_or_path and folder.is_dir() else None
-    if found is not None and has_dense(folder):
+    settings = read_sentence_settings(folder) if teacher.name_or_path and folder.is_dir() else None
+    if settings is not None and has_dense(folder):
         raise UserError(f"{folder}: ends in a Dense, which is no part of the teacher in memory; give pooling yourself")
-    return Pooling() if found is None else found.pooling
-
-
-def _objective_of(student: PreTrainedModel, pooling: Pooling | None) -> Objective:
-    """Return the learning objective: embeddings, if these are pooled, or what belongs to the student's head."""
-    if pooling is not None:
-        return Objective(tokens=False, targets=EMBEDDINGS, pooling=pooling)
-    head = find_head(student)
-    if head is None or head.targets is None:
-        return Objective()
-    return Objective(tokens=head.has_tokens, targets=head.targets(student.config))
+    return Pooling() if settings is None else settings.pooling

@@ -43,12 +43,12 @@ class RunLog:
             # A kill can leave the last row unfinished; a damaged row before it is an error.
             whole = content[: content.rfind(b"\n") + 1] if start > 0 else b""
             rows = whole.splitlines(keepends=True)
-            kept = [row for n, row in enumerate(rows, start=1) if row_of(row, f"{self._file}:{n}")["step"] <= start]
-            write_text(self._file, b"".join(kept).decode("utf-8"))
+            earlier = [row for n, row in enumerate(rows, start=1) if row_of(row, f"{self._file}:{n}")["step"] <= start]
+            write_text(self._file, b"".join(earlier).decode("utf-8"))
         if self._active:
             self.rows = read_metrics_log(folder)
 
-    def row(self, step: int, values: dict[str, float], eta: float) -> None:
+    def add_row(self, step: int, values: dict[str, float], eta: float) -> None:
         """Log one row: the loss, tokens_per_second, the shares and the other available FIGURES, then each term."""
         if not self._active:
             return
@@ -65,9 +65,9 @@ class RunLog:
             self._header = list(cells)
             say("".join(f" {name:>8}" for name in cells))
         say("".join(f" {cell:>{max(8, len(name))}}" for name, cell in cells.items()))
-        self.validated(step, values)
+        self.add_figures(step, values)
 
-    def validated(self, step: int, values: dict[str, float]) -> None:
+    def add_figures(self, step: int, values: dict[str, float]) -> None:
         """Log figures under a step, and print those of a validation; step 0 is the student before the first step."""
         if not self._active:
             return

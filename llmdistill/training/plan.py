@@ -148,7 +148,7 @@ def make_plan(
     method, objective = _plan_method(config, task, models)
     teachers = models.teachers if method.needs_teacher else {"": models.teachers[""]}
     tokens = _plan_tokens(config, task, models._replace(teachers=teachers), method, objective, before, pending)
-    config = with_prompt(config) if before is None else _asked_as(config, before.config.data.prompt)
+    config = with_prompt(config) if before is None else _set_prompt(config, before.config.data.prompt)
 
     causal = is_causal(models.student)
     teacher_head, student_head = heads_of(config, task, method, models.teacher, models.student, causal=causal)
@@ -195,9 +195,9 @@ def make_plan(
 def _plan_models(config: RunConfig, task: Task, dtype: str, before: Plan | None, pending: Pending) -> _Models:
     """Read the configurations of teacher and student, or make that of a student that does not exist yet."""
     teachers = teachers_of(config, dtype)
-    for each in teachers.values():
-        if each.settings.is_sharded and each.settings.zero:
-            check_zero({**each.settings.zero, "stage": 3}, f"{each.key}.zero")
+    for own in teachers.values():
+        if own.settings.is_sharded and own.settings.zero:
+            check_zero({**own.settings.zero, "stage": 3}, f"{own.key}.zero")
     if before is not None:
         teacher = before.models.student
     elif config.teacher.model is None:
@@ -214,7 +214,7 @@ def _plan_method(config: RunConfig, task: Task, models: _Models) -> tuple[Method
     """Build the method for both models, and say what the run learns from its batches."""
     names = config.methods()
     objective = task.objective(models.teacher, uses_output=any(METHODS[name].uses_output for name in names))
-    searched = searched_by(config)
+    searched = find_searching_method(config)
     # The last layer is a placeholder for the layer that the search will find.
     unsearched = config if searched is None else config.with_settings(searched, teacher_layer="last")
     given = unsearched.method_settings, models.teacher, models.student, objective
@@ -252,9 +252,9 @@ def _plan_tokens(
             check_tokens(locate(teacher), locate(student))
         if config.data.kind == "instructions" and has_own and not translates:
             gaps = tokenizer_gaps(*tokenizers)
-    for each in [] if translates else [*models.teachers.values()][1:]:  # refused beside another tokenizer
-        model_config(task, f"{each.key}.model", str(each.settings.model), pending)
-        least, _ = compare_vocabularies(each.path, locate(str(student or teacher)))
+    for other in [] if translates else [*models.teachers.values()][1:]:  # refused beside another tokenizer
+        model_config(task, f"{other.key}.model", str(other.settings.model), pending)
+        least, _ = compare_vocabularies(other.path, locate(str(student or teacher)))
         vocabulary = least if vocabulary is None else min(vocabulary, least)
     tokenizer = Path(str(student)) if student in pending else None
     if tokenizer is None:
@@ -276,18 +276,18 @@ def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
         folder = f"{config.output_dir}/assistant-{number}"
         configs.append(replace(config, student=student, train=train, output_dir=folder, resume="auto"))
     plans: list[Plan] = []
-    for each in [*configs, config]:
+    for planned in [*configs, config]:
         before = plans[-1] if plans else None
         if before is not None:
-            teacher = replace(
-                each.teacher, model=str(before.folder / "student"), cache=None, url=None, top_k=None, source=None
-            )
-            each = replace(each, teacher=teacher)
-        plans.append(make_plan(each, before, ranks=ranks))
+            # The student of the run before teaches itself, and no cache or server has its outputs.
+            elsewhere: dict[str, Any] = {"cache": None, "url": None, "top_k": None, "source": None, "settings": {}}
+            teacher = replace(planned.teacher, model=str(before.folder / "student"), **elsewhere)
+            planned = replace(planned, teacher=teacher)
+        plans.append(make_plan(planned, before, ranks=ranks))
     return plans
 
 
-def searched_by(config: RunConfig) -> str | None:
+def find_searching_method(config: RunConfig) -> str | None:
     """Return the name of the method whose teacher layer must still be searched; None if there is none."""
     names = [name for name in config.methods() if METHODS[name].searches_layer]
     return next((name for name in names if config.method_settings[name].teacher_layer == "auto"), None)
@@ -300,11 +300,11 @@ def with_prompt(config: RunConfig) -> RunConfig:
     """
     if config.data.kind != "instructions":
         return config
-    asked = config.data.prompt
+    given = config.data.prompt
     paths = dict.fromkeys((teacher_path(config), tokenizer_path(config)))
-    needed = [path for path in paths if asked in (None, CHAT) and brings_tokenizer(path)]  # a plan may have none yet
-    return _asked_as(config, resolve_prompt(asked, [load_tokenizer(path) for path in needed]))
+    needed = [path for path in paths if given in (None, CHAT) and brings_tokenizer(path)]  # a plan may have none yet
+    return _set_prompt(config, resolve_prompt(given, [load_tokenizer(path) for path in needed]))
 
 
-def _asked_as(config: RunConfig, prompt: str | None) -> RunConfig:
+def _set_prompt(config: RunConfig, prompt: str | None) -> RunConfig:
     return replace(config, data=replace(config.data, prompt=prompt))

@@ -11,10 +11,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import as_json
-from llmdistill.config import FactorizeConfig, RunConfig
+from llmdistill.config import FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.config.command_line import build, to_dict
 from llmdistill.config.strict import flattened
 from llmdistill.data.sources import hub_name
+from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
@@ -38,7 +39,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     share = metrics["student"]["params"] / teacher.params if "student" in metrics else plan.models.sizes["ratio"]
     defaults = build({"ds_config": ""}, RunConfig, METHODS)  # a parser would take longer than a short run's steps
     places = ("output_dir", "resume", "ds_config")
-    asked = {key: value for key, value in to_dict(plan.asked).items() if key not in places}
+    given = {key: value for key, value in to_dict(plan.asked).items() if key not in places}
     data, is_task = config.data, config.data.kind == "task"
     data_name = str(data.task.name) if is_task else without_paths(str(data.train))
     hub = (plan.task.hub if data.task.dir is None else None) if is_task else hub_name(data.train)
@@ -62,7 +63,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
             ("Versions", describe_versions(record)),
         ],
         datasets=[] if hub is None else [hub],
-        settings={"method": config.method, **_changed(as_json(asked), as_json(to_dict(defaults)))},
+        settings={"method": config.method, **_changed(as_json(given), as_json(to_dict(defaults)))},
         scores={} if config.scoring.limit is not None else _scores(metrics.get("student", {})),
         table=model_table(metrics, table) if table.rows else None,
         legend=table.legend,
@@ -98,12 +99,12 @@ def save_compressed(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     model: Model,
-    source: Path | None,
-    settings: FactorizeConfig,
-    method: str,
+    made_by: StudentConfig,
     title: str,
 ) -> None:
-    """Save the result of `compress` with tokenizer and card; `source` is the folder or hub name of a named model."""
+    """Save the result of `compress` with tokenizer and card; `model` is the dense one, `title` the name in the card."""
+    source = None if isinstance(model, PreTrainedModel) else locate(str(model))
+    settings, method = made_by.factorize, made_by.method
     save_with_tokenizer(student, tokenizer, folder, source=None if source is None else str(source))
     config = model.config if isinstance(model, PreTrainedModel) else load_config(str(source))
     params = count_parameters(build_reference(config))

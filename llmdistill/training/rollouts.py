@@ -104,7 +104,7 @@ class OwnAnswers:
         batch, *_ = self.trainer.micro_batches(state.step)
         if not batch.has_sampled_labels:
             return
-        trainer, moved = self.trainer, self.trainer.moved(batch)
+        trainer, moved = self.trainer, self.trainer.to_device(batch)
         labels_N, written_N = moved.row_labels(shift=trainer.student.shift), moved.written_log_probs
         sums = torch.zeros(3, dtype=torch.float64, device=World.current().device)
         trainer.engine.eval()

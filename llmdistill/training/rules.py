@@ -51,7 +51,7 @@ def _has_setting(run: RunConfig, method: str, key: str, value: str) -> bool:
     return method in run.methods() and getattr(run.method_settings.get(method), key, None) == value
 
 
-def _own_masks(model: PreTrainedConfig) -> bool:
+def _has_own_masks(model: PreTrainedConfig) -> bool:
     """Whether the masks of a model are left to transformers."""
     return not has_family(model) or family_of(model).makes_mask
 
@@ -70,21 +70,21 @@ def _compared_outputs(plan: Plan) -> list[str]:
     return terms + [term.name for term in plan.method.sequence_terms if term.needs_teacher]
 
 
-def _sharded(config: RunConfig) -> list[str]:
+def _list_sharded(config: RunConfig) -> list[str]:
     """The settings that shard teachers, as typed."""
     everyone = config.teacher.everyone.items()
     return [f"{key_of(name)}.sharding {one.sharding}" for name, one in everyone if one.is_sharded]
 
 
-def _sharded_few_bits(plan: Plan) -> list[str]:
+def _list_sharded_few_bits(plan: Plan) -> list[str]:
     """The settings that shard a teacher of few bits, with its bits and its name."""
-    found = []
+    listed = []
     for name, teacher in plan.models.teachers.items():
         if teacher.settings.is_sharded and plan.method.needs_teacher:
             bits = bits_of(load_config(teacher.path) if name else plan.models.teacher)
             sharding = f"{teacher.key}.sharding {teacher.settings.sharding}"
-            found += [] if bits is None else [f"{sharding}: the {bits} weights of {teacher.settings.model}"]
-    return found
+            listed += [] if bits is None else [f"{sharding}: the {bits} weights of {teacher.settings.model}"]
+    return listed
 
 
 def _is_factorized(config: RunConfig) -> bool:
@@ -119,13 +119,13 @@ ANOTHER_TOKENIZER = Condition(
 )
 SHARDED_TEACHER = Condition(
     typed="`teacher.sharding zero3` or `node`",
-    of_plan=lambda plan: bool(_sharded(plan.config)),
-    detail=lambda plan: _sharded(plan.config)[0],
+    of_plan=lambda plan: bool(_list_sharded(plan.config)),
+    detail=lambda plan: _list_sharded(plan.config)[0],
 )
 FEW_BIT_TEACHER = Condition(
     typed="a teacher with int8 or int4 weights",
-    of_plan=lambda plan: bool(_sharded_few_bits(plan)),  # of several, one may be sharded and another of few bits
-    detail=lambda plan: _sharded_few_bits(plan)[0],
+    of_plan=lambda plan: bool(_list_sharded_few_bits(plan)),  # of several, one may be sharded and another of few bits
+    detail=lambda plan: _list_sharded_few_bits(plan)[0],
 )
 BARE_TEACHER = Condition(
     typed="an encoder without language-model head as teacher",
@@ -134,7 +134,7 @@ BARE_TEACHER = Condition(
 )
 TEACHER_WITH_OWN_MASKS = Condition(
     typed="a teacher whose masks transformers makes",
-    of_plan=lambda plan: plan.method.needs_teacher and _own_masks(plan.models.teacher),
+    of_plan=lambda plan: plan.method.needs_teacher and _has_own_masks(plan.models.teacher),
     detail=lambda plan: plan.models.teacher.model_type,
 )
 
@@ -275,7 +275,7 @@ GIVEN_FEW_BIT_STUDENT = Condition(
 )
 STUDENT_WITH_OWN_MASKS = Condition(
     typed="a student whose masks transformers makes",
-    of_plan=lambda plan: _own_masks(plan.models.student),
+    of_plan=lambda plan: _has_own_masks(plan.models.student),
     detail=lambda plan: plan.models.student.model_type,
 )
 STUDENT_WITHOUT_CHECKPOINTING = Condition(

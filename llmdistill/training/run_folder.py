@@ -149,14 +149,14 @@ def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *
         for key in ("steps", "epochs"):
             if not may_go_on or None in (was[key], now[key]) or now[key] <= was[key]:
                 continue
-            found = checkpoints(folder)
-            if not found and (folder / "student").exists():
+            saved = checkpoints(folder)
+            if not saved and (folder / "student").exists():
                 raise UserError(
                     f"train.{key} was {was[key]} and is now {now[key]}, but {folder} has no checkpoint to go on from: "
                     "choose another output_dir"
                 )
             changed[key] = now[key]
-            earlier[_STEPS] += [{"key": key, "value": was[key], "step": found[-1].step}] if found else []
+            earlier[_STEPS] += [{"key": key, "value": was[key], "step": saved[-1].step}] if saved else []
         new |= {key: values for key, values in earlier.items() if values}
         old = {**old, "config": {**old["config"], "train": {**was, **changed}}}
     compare_records(
@@ -178,19 +178,19 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     folder = Path(config.output_dir)
     remedy = "remove the file, and the run is finished again"
     metrics = read_record(folder / METRICS_FILE, remedy=remedy, keys={"asked": dict})
-    kept = _read(folder)
-    if metrics is None or kept is None:
+    record = _read(folder)
+    if metrics is None or record is None:
         return None
-    new = run_record(config, kept.get("world_size", 1))
-    _compare(folder, kept, new, may_go_on=False)
-    old, asked = metrics["asked"], as_json(scores_asked(config))
+    new = run_record(config, record.get("world_size", 1))
+    _compare(folder, record, new, may_go_on=False)
+    old, wanted = metrics["asked"], as_json(scoring_settings(config))
     # A trial that became a final run also has scores on the test sets; it still counts as a finished trial.
     tests = old.get("tests")
-    has_all = isinstance(tests, dict) and tests.items() >= asked["tests"].items()
-    return metrics if has_all and {**old, "tests": None} == {**asked, "tests": None} else None
+    has_all = isinstance(tests, dict) and tests.items() >= wanted["tests"].items()
+    return metrics if has_all and {**old, "tests": None} == {**wanted, "tests": None} else None
 
 
-def scores_asked(config: RunConfig) -> dict[str, Any]:
+def scoring_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings of the scoring and the sets to score, as plain JSON values."""
     values = to_dict(config)
     return {"scoring": values["scoring"], "valid": values["data"]["valid"], "tests": values["data"]["tests"]}
@@ -285,10 +285,10 @@ def run_warnings(folder: Path) -> list[str]:
         )
     earlier = record.get(_STEPS, [])
     if earlier and not (train["schedule"] == "constant" and train["warmup_ratio"] is None):
-        said = ", then ".join(f"{each['value']} until step {each['step']}" for each in earlier)
+        changes = ", then ".join(f"{each['value']} until step {each['step']}" for each in earlier)
         key = earlier[-1]["key"]
         warnings.append(
-            f"train.{key} was {said}, and the run went on with {train[key]}: the learning rate of each step is that of "
-            f"the number of {key} at its time, so the student is not that of one run of {train[key]} {key}"
+            f"train.{key} was {changes}, and the run went on with {train[key]}: the learning rate of each step is that "
+            f"of the number of {key} at its time, so the student is not that of one run of {train[key]} {key}"
         )
     return warnings

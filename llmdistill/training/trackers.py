@@ -36,16 +36,16 @@ _LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"
 
 def check_libraries(config: RunConfig, ds_config: Mapping[str, Any]) -> None:
     """Raise a UserError if the library of a monitor is missing, or W&B is asked for in two places."""
-    asked = config.train.report_to or []
+    named = config.train.report_to or []
     enabled = [name for name in _LIBRARIES if ds_config.get(name, {}).get("enabled")]
-    if "wandb" in asked and "wandb" in enabled:
+    if "wandb" in named and "wandb" in enabled:
         raise UserError(
             f"train.report_to has wandb, and wandb is enabled in {config.ds_config}: each would make a run of its own; "
             "remove the block"
         )
-    for name in [*asked, *enabled]:
+    for name in [*named, *enabled]:
         if importlib.util.find_spec(_LIBRARIES[name]) is None:
-            where = "train.report_to" if name in asked else config.ds_config
+            where = "train.report_to" if name in named else config.ds_config
             raise UserError(
                 f"{where} asks for {name}, whose library is not installed: pip install {_LIBRARIES[name]}, or leave "
                 f"{name} out"
@@ -57,26 +57,26 @@ def check_access(names: Sequence[str]) -> None:
     if "wandb" in names and os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun"):
         import wandb
 
-        with _failing("wandb"):
+        with _explain_failures("wandb"):
             if wandb.run is None:
                 wandb.login()
     if "mlflow" in names:
         import mlflow
 
-        with _failing("mlflow"):
+        with _explain_failures("mlflow"):
             mlflow.search_experiments(max_results=1)
 
 
 @contextmanager
-def _failing(name: str) -> Iterator[None]:
+def _explain_failures(name: str) -> Iterator[None]:
     """Turn what a tracker's client or the network raises into a UserError."""
     try:
         yield
     except Exception as error:
-        raise UserError(f"train.report_to {name}: {_said(error)}; {_REMEDIES[name]}, or leave it out") from error
+        raise UserError(f"train.report_to {name}: {_one_line(error)}; {_REMEDIES[name]}, or leave it out") from error
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -146,20 +146,21 @@ class Monitors:
         if self._deepspeed is not None:
             self._deepspeed.write_events([(f"train/{name}", value, step) for name, value in values.items()])
         named = {f"train/{name}": value for name, value in values.items()}
-        self._each(lambda tracker: tracker.send(step, named), f"from step {step} on")
+        self._call_each(lambda tracker: tracker.send(step, named), f"from step {step} on")
 
     def close(self, *, whole: bool) -> None:
         """End the runs of the trackers; not `whole` if the training is not over."""
-        self._each(lambda tracker: tracker.end(whole), "after the last step")
+        self._call_each(lambda tracker: tracker.end(whole), "after the last step")
 
-    def _each(self, call: Callable[[_Tracker], None], what: str) -> None:
+    def _call_each(self, call: Callable[[_Tracker], None], what: str) -> None:
         for name, tracker in list(self.trackers.items()):
             try:
                 call(tracker)
             except Exception as error:  # of their clients and of the network; the log itself is whole
                 del self.trackers[name]
-                said = f"train.report_to {name} failed ({_said(error)}): {what} the rows are in {METRICS_LOG} alone"
-                warn_main(said)
+                warn_main(
+                    f"train.report_to {name} failed ({_one_line(error)}): {what} the rows are in {METRICS_LOG} alone"
+                )
 
 
 @contextmanager
@@ -168,7 +169,7 @@ def monitors(config: RunConfig, deepspeed: Any, start: int) -> Iterator[Monitors
 
     Raises UserError if one cannot be opened.
     """
-    found, folder = Monitors(deepspeed), Path(str(config.output_dir))
+    opened, folder = Monitors(deepspeed), Path(str(config.output_dir))
     if World.current().is_main:
         writer = getattr(getattr(deepspeed, "tb_monitor", None), "summary_writer", None)
         if writer is not None:  # its next file tells TensorBoard to leave out later steps, of an earlier process
@@ -178,14 +179,14 @@ def monitors(config: RunConfig, deepspeed: Any, start: int) -> Iterator[Monitors
         remedy = "remove the file, and the trackers get new runs"
         known = read_record(folder / TRACKERS_FILE, remedy=remedy) if trackers else None
         for name in trackers:
-            with _failing(name):
+            with _explain_failures(name):
                 run = (known or {}).get(name, {}).get("id")
-                found.trackers[name] = _OPEN[name](folder, to_dict(config), run)
+                opened.trackers[name] = _OPEN[name](folder, to_dict(config), run)
         if trackers:
-            write_json(folder / TRACKERS_FILE, {name: {"id": each.id} for name, each in found.trackers.items()})
+            write_json(folder / TRACKERS_FILE, {name: {"id": each.id} for name, each in opened.trackers.items()})
     whole = False
     try:
-        yield found
+        yield opened
         whole = True
     finally:
-        found.close(whole=whole)
+        opened.close(whole=whole)

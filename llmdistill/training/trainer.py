@@ -36,12 +36,12 @@ class Trainer:
     loader: Loader
     settings: TrainConfig
     seed: int
-    teaching: Stopwatch = field(init=False)
+    teacher_time: Stopwatch = field(init=False)
     """Measures the time of the teacher."""
 
     def __post_init__(self) -> None:
         """Start with no time, and no batches."""
-        self.teaching = Stopwatch(World.current().device)
+        self.teacher_time = Stopwatch(World.current().device)
         # `check_losses` reads the batches of the first step before `run` does, and a loader gives them once.
         self.micro_batches = lru_cache(maxsize=1)(lambda step: self.loader.micro_batches(step))
 
@@ -71,7 +71,7 @@ class Trainer:
         Returns this rank's terms of each micro batch, (micro batches, terms), already divided by the global counts, and
         the global counts in the order of POSITIONS.
         """
-        batches = [self.moved(batch) for batch in micro_batches]
+        batches = [self.to_device(batch) for batch in micro_batches]
         counts = global_counts(batches)
         divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
@@ -80,7 +80,7 @@ class Trainer:
         # The value of terms whose labels a batch does not have.
         nothing = torch.zeros((), device=World.current().device)
         for batch in batches:
-            with self.teaching.running(), torch.no_grad():
+            with self.teacher_time.measured(), torch.no_grad():
                 teacher_outputs = self.compute_targets(batch)
             losses = self.student.compute_losses(batch, self.method.bind_terms(teacher_outputs, batch, divisors))
             self.engine.backward(losses.total * undo_average)
@@ -89,7 +89,7 @@ class Trainer:
             values.append(torch.stack([sums.get(name, nothing) for name in self.method.weights]))
         return torch.stack(values), counts
 
-    def moved(self, batch: Batch, method: Method | None = None) -> Batch:
+    def to_device(self, batch: Batch, method: Method | None = None) -> Batch:
         """Return a batch on the device, with the positions of its labels."""
         # The positions are found on the CPU; on a GPU this would synchronize the host with the device.
         shift = (self.method if method is None else method).shift
@@ -115,11 +115,11 @@ class Trainer:
         self._seed(start)
         (first, *_) = self.micro_batches(start)
         self.engine.eval()
-        found = check_models(self.teacher, self.student, self.moved(first))
+        modes = check_models(self.teacher, self.student, self.to_device(first))
         self.engine.train()
-        return found
+        return modes
 
-    def origin(self, step: int, micro_batches: Sequence[Batch]) -> str:
+    def describe_origin(self, step: int, micro_batches: Sequence[Batch]) -> str:
         """Run the forward passes of a step (from 1) again for `first_not_finite`, and return what it says."""
         models = {name: each.model for name, each in live_models(self.teacher).items()}
         models["student"] = self.student.model
@@ -128,7 +128,7 @@ class Trainer:
             self._seed(step - 1)
             with torch.no_grad():
                 for batch in micro_batches:
-                    moved = self.moved(batch)
+                    moved = self.to_device(batch)
                     self.student.compute_losses(
                         moved, self.method.bind_terms(self.compute_targets(moved), moved, moved.divisors())
                     )
@@ -156,7 +156,7 @@ class Stopwatch:
         self._seconds = 0.0
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def measured(self) -> Iterator[None]:
         """Add the time spent in the block."""
         if self._on_gpu:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -173,7 +173,7 @@ class Stopwatch:
         """Add time that was measured elsewhere."""
         self._seconds += seconds
 
-    def take(self) -> float:
+    def pop_seconds(self) -> float:
         """Return the seconds measured since the last call."""
         for begin, end in self._events:
             end.synchronize()

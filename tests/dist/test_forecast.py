@@ -52,7 +52,7 @@ def cached(setting: Setting, content: Any, folder: Path, live: Any, method: Any)
     settings, request, rows = CacheConfig(content=content), Request.of(method), range(setting.micro_batch_size)
     device = torch.device("cpu")
     with World(rank=0, size=1, device=device).entered():
-        record = {"held": {**request.record(), "top_k": settings.kept_top_k}, "data": {}}
+        record = {"held": {**request.record(), "top_k": settings.stored_top_k}, "data": {}}
         given: Any = {"folder": folder, "settings": settings, "request": request, "record": record}
         given |= {"items": rows, "shards": [[list(rows)]], "collate": lambda _: batch_of(setting)}
         job = Job(**given, shift=method.shift, vocabulary=None)

@@ -42,7 +42,7 @@ class BestStudent:
     """Scores the current student on the validation set, the more the better; every rank must call it. None: the
     validation loss decides."""
 
-    def begin(self, start: int = 0) -> None:
+    def check_resumed(self, start: int = 0) -> None:
         """Check the best student of the steps up to `start`, at which a run goes on; at 0 forget it. Rank 0 only.
 
         Raises UserError if it is damaged, before steps are trained that could only end with the same sentence.
@@ -61,15 +61,17 @@ class BestStudent:
             )
         rows = read_metrics_log(self.folder)
         if record is None and any("valid_loss" in row and 0 < row["step"] <= start for row in rows):
-            said = f"{file} is missing, so the best student up to step {start} is lost"
-            warn_main(f"{said}: the next validation counts as the best")
+            warn_main(
+                f"{file} is missing, so the best student up to step {start} is lost: the next validation counts as the "
+                "best"
+            )
 
     def after_step(self, state: TrainState) -> None:
         """See Callback: keep the student if this step's validation is the best so far."""
         if state.validation:
-            state.validation |= self.validated(state.step, state.validation["valid_loss"])
+            state.validation |= self.keep_if_best(state.step, state.validation["valid_loss"])
 
-    def validated(self, step: int, loss: float) -> dict[str, float]:
+    def keep_if_best(self, step: int, loss: float) -> dict[str, float]:
         """Save the student if its validation is the best so far; return its score, if any. Every rank must call it."""
         score = None if self.score is None else self.score()
         value = loss if score is None else score
@@ -99,7 +101,7 @@ class BestStudent:
         student = self.folder / record["student"]
         return manifest_damage(student) if student.is_dir() else f"{student} is missing"
 
-    def take(self, output: Path) -> dict[str, Any]:
+    def move_to(self, output: Path) -> dict[str, Any]:
         """Move the best student to `output` and return its record; every rank must call this method."""
         record = on_main(lambda: read_best(self.folder))
         damage = on_main(lambda: None if record is None else self._damage(record))

@@ -87,11 +87,11 @@ class FiniteSteps:
 
         Raises UserError, which ends the run, if the loss, the gradient or the student is not finite.
         """
-        look = self.applied if state.was_applied else self.skipped
-        found = [look(state.step, state.micro_batches, state.losses)]
+        follow = self.note_applied if state.was_applied else self.report_skipped
+        known = [follow(state.step, state.micro_batches, state.losses)]
         if state.is_read:
-            found.append(self.check_last())
-        state.known_terms = [terms for terms in found if terms is not None]
+            known.append(self.check_last())
+        state.known_terms = [terms for terms in known if terms is not None]
         if state.is_saved:
             self.check_student(state.step)
         state.is_finite = True
@@ -104,7 +104,7 @@ class FiniteSteps:
         """See Accumulator."""
         self.in_a_row = figures["in_a_row"]
 
-    def skipped(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
+    def report_skipped(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
         """Report a step that DeepSpeed has skipped, because its gradient is not finite; the student is unchanged.
 
         Returns the figures of the applied step before it, if they were not read yet. Raises UserError if the policy is
@@ -112,18 +112,18 @@ class FiniteSteps:
         """
         before = self.check_last()
         self.in_a_row += 1
-        found = self._report(
+        report = self._report(
             _Step(step, batches, losses, list), f"step {step} was skipped, because its gradient is not finite"
         )
         remedy = f"fix or remove these samples, or {LOWER}"
         stops = self.trainer.settings.not_finite == "stop"
         if stops or self.in_a_row == LIMIT:
             why = "train.not_finite is stop" if stops else f"it is the {LIMIT}rd in a row"
-            end_run(self.trainer, self.folder, step, f"{found}; {why}: {remedy}; the student is as it was before")
-        warn_main(f"{found}; the student is unchanged")
+            end_run(self.trainer, self.folder, step, f"{report}; {why}: {remedy}; the student is as it was before")
+        warn_main(f"{report}; the student is unchanged")
         return before
 
-    def applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
+    def note_applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
         """Remember an applied step, and check the one before it as `check_last` does; return its figures.
 
         `losses` are this rank's terms of each micro batch, (micro batches, terms), divided by the global counts.
@@ -149,8 +149,8 @@ class FiniteSteps:
             return StepTerms(step.number, terms)
         named = (*((f"term {name}", value) for name, value in terms.items()), ("norm of the gradient", norm))
         name, value = next((name, value) for name, value in named if not math.isfinite(value))
-        found = self._report(step, f"the {name} is {value} at step {step.number}")
-        why = f"{found}; nothing is saved any more: fix or remove these samples, or {LOWER}"
+        report = self._report(step, f"the {name} is {value} at step {step.number}")
+        why = f"{report}; nothing is saved any more: fix or remove these samples, or {LOWER}"
         end_run(self.trainer, self.folder, step.number, why)
 
     def check_student(self, step: int) -> None:
@@ -158,8 +158,8 @@ class FiniteSteps:
         held = fragments(self.trainer.engine)
         is_finite = torch.stack([each.read().isfinite().all() for each in held]).tolist() if held else []
         own = next((each for each, fine in zip(held, is_finite, strict=True) if not fine), None)
-        found = gather_objects(None if own is None else f"{own.kind} of {own.name}")
-        wrong = next((each for each in found if each is not None), None)
+        all_wrong = gather_objects(None if own is None else f"{own.kind} of {own.name}")
+        wrong = next((each for each in all_wrong if each is not None), None)
         if wrong is not None:
             why = f"the {wrong} is not finite after step {step}, so nothing is saved any more: {LOWER}"
             end_run(self.trainer, self.folder, step, why)
@@ -175,14 +175,14 @@ class FiniteSteps:
             if wrong
         ]
         causes = [each for of_rank in gather_objects(own) for each in of_rank]
-        origins = gather_objects(self.trainer.origin(step.number, step.batches))
+        origins = gather_objects(self.trainer.describe_origin(step.number, step.batches))
         guilty = causes[0].rank if causes else 0
         folder = self.folder / NOT_FINITE / f"step-{step.number}"
-        kept = [batch for batch, of_batch in zip(step.batches, is_wrong, strict=True) if any(of_batch) or not causes]
-        on_every(partial(_keep, folder, kept, World.current().rank))
+        saved = [batch for batch, of_batch in zip(step.batches, is_wrong, strict=True) if any(of_batch) or not causes]
+        on_every(partial(_save_batches, folder, saved, World.current().rank))
         about = {"step": step.number, "causes": [each._asdict() for each in causes], "origins": origins}
         on_main(lambda: write_json(folder / "about.json", about))
-        return f"{what}: {_described(causes)}; {origins[guilty]}; its batch is in {folder}"
+        return f"{what}: {_describe_causes(causes)}; {origins[guilty]}; its batch is in {folder}"
 
 
 def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
@@ -194,7 +194,7 @@ def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
     raise error
 
 
-def _keep(folder: Path, batches: Sequence[Batch], rank: int) -> None:
+def _save_batches(folder: Path, batches: Sequence[Batch], rank: int) -> None:
     """Write the tensors of micro batches, each name with the number of its micro batch: "0/input_ids"."""
     tensors = {
         f"{number}/{each.name}": value.to("cpu", copy=True).contiguous()  # labels may be the ids themselves
@@ -210,7 +210,7 @@ def _keep(folder: Path, batches: Sequence[Batch], rank: int) -> None:
         sync(file)
 
 
-def _described(causes: Sequence[Cause]) -> str:
+def _describe_causes(causes: Sequence[Cause]) -> str:
     """Describe the terms that are not finite, each with its rank and its samples' ids."""
     if not causes:
         return "every term is finite, so it became so in the backward pass"

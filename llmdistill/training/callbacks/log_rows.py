@@ -49,8 +49,8 @@ class LogRows:
 
     def figures(self) -> dict[str, Any]:
         """See Accumulator."""
-        teacher_seconds = self._trainer.teaching.take()
-        self._trainer.teaching.add(teacher_seconds)
+        teacher_seconds = self._trainer.teacher_time.pop_seconds()
+        self._trainer.teacher_time.add(teacher_seconds)
         return {
             "terms": self._terms,
             "tokens": int(self._tokens),
@@ -67,7 +67,7 @@ class LogRows:
         self._positions = figures["positions"] if World.current().is_main else 0  # those of all ranks are added up
         self._steps = figures["steps"]
         self._row_began -= figures["seconds"]
-        self._trainer.teaching.add(figures["teacher_seconds"])
+        self._trainer.teacher_time.add(figures["teacher_seconds"])
 
     def after_step(self, state: TrainState) -> None:
         """See Callback. Every rank must call it, because the ranks' positions are added up."""
@@ -82,10 +82,10 @@ class LogRows:
         if is_due and self._steps > 0:
             seconds = (time.perf_counter() - self._began) / (state.step - self._log.start)
             eta = seconds * (state.settings.steps - state.step)
-            self._log.row(state.step, self._row(state) | state.measures | state.validation, eta)
+            self._log.add_row(state.step, self._row(state) | state.measures | state.validation, eta)
             self._restart()
         elif state.validation:
-            self._log.validated(state.step, state.validation)
+            self._log.add_figures(state.step, state.validation)
         self._log.activity.advance()
         state.is_logged = True
 
@@ -103,7 +103,7 @@ class LogRows:
             "tokens": tokens,
             "tokens_per_second": tokens / seconds,
             "padding_share": 1 - tokens / positions,
-            "teacher_share": self._trainer.teaching.take() / seconds,
+            "teacher_share": self._trainer.teacher_time.pop_seconds() / seconds,
             "peak_memory_bytes": peak_memory(World.current().device),
             **({"skipped_steps": skipped} if skipped else {}),
             **terms,

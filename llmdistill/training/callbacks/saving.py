@@ -40,8 +40,8 @@ class Checkpoints:
             assert state.is_logged, "a checkpoint has the size of the log, and the figures of the next row alone"
             keep, trainer = state.settings.keep_checkpoints, self.trainer
             figures = {name: each.figures() for name, each in self.accumulators.items()}
-            kept = {"loss_modes": self.loss_modes, "figures": figures}
-            save_checkpoint(trainer.engine, self.folder, state.step, keep, **kept)
+            more = {"loss_modes": self.loss_modes, "figures": figures}
+            save_checkpoint(trainer.engine, self.folder, state.step, keep, **more)
         if state.signal:
             raise Stopped(state.signal, f"after step {state.step}")
         if state.failure is not None:

@@ -32,7 +32,7 @@ class ServerAnswers:
         try:
             batches = trainer.micro_batches(state.step)
             if isinstance(teacher, AskedTeacher):
-                with trainer.teaching.running():
+                with trainer.teacher_time.measured():
                     on_every(lambda: teacher.wait(batches))
         except UserError as failure:
             state.failure = failure

@@ -42,7 +42,7 @@ class UnevenTerms:
         trainer, method = self.trainer, self.trainer.method
         if state.step != _MEASURED_STEP or trainer.engine.zero_optimization_stage() == 3 or len(method.weights) == 1:
             return
-        batch = trainer.moved(state.micro_batches[0])
+        batch = trainer.to_device(state.micro_batches[0])
         if batch.has_sampled_labels:  # they are no labels, so the terms on labels have no gradient
             return
 
@@ -51,25 +51,25 @@ class UnevenTerms:
                 return trainer.compute_targets(batch)
 
         student = trainer.student.without_engine()
-        found = term_gradients(method, student, compute_targets, batch)
-        for name, (share, remedy) in uneven_terms(found).items():
+        gradients = term_gradients(method, student, compute_targets, batch)
+        for name, (share, remedy) in uneven_terms(gradients).items():
             warn_main(f"term {name} has {share:.1%} of the gradient at step {state.step}: {remedy}")
 
 
 def uneven_terms(gradients: Mapping[str, float]) -> dict[str, tuple[float, str]]:
     """Return each term with too small or too large a share of the sum of the norms, the share, and a remedy."""
-    total, found = math.fsum(gradients.values()), {}
+    total, uneven = math.fsum(gradients.values()), {}
     for name, norm in gradients.items():
         if norm < SMALL * total:
             remedy = "it hardly teaches: give it a larger weight, or the weight 0 to save its time"
-            found[name] = norm / total, remedy
+            uneven[name] = norm / total, remedy
         elif norm > LARGE * total and len(gradients) > 1:
             remedy = (
                 "it leaves little to the others: give it a smaller weight, or, if it is the squared error of a method "
                 "whose setting scale is plain, set that to token (--makd.scale token)"
             )
-            found[name] = norm / total, remedy
-    return found
+            uneven[name] = norm / total, remedy
+    return uneven
 
 
 def term_gradients(
@@ -88,24 +88,24 @@ def term_gradients(
         lowest = model.base_model.get_submodule(name)
     outputs: list[Tensor] = []
 
-    def keep(_module: nn.Module, _args: object, output: Tensor) -> None:
+    def record(_module: nn.Module, _args: object, output: Tensor) -> None:
         outputs.append(output if output.requires_grad else output.requires_grad_())  # a frozen embedding's does not
 
     norms: dict[str, float] = {}
-    handle = lowest.register_forward_hook(keep)
+    handle = lowest.register_forward_hook(record)
     try:
         for name, weight in method.weights.items():
             if weight != 0:
                 outputs.clear()
-                terms = alone(method.bind_terms(compute_targets(), batch, divisors), name)
+                terms = only_term(method.bind_terms(compute_targets(), batch, divisors), name)
                 total = student.compute_losses(batch, terms).total
-                (found,) = torch.autograd.grad(total, outputs[:1], allow_unused=True)
-                norms[name] = 0.0 if found is None else float(found.float().norm())
+                (gradient,) = torch.autograd.grad(total, outputs[:1], allow_unused=True)
+                norms[name] = 0.0 if gradient is None else float(gradient.float().norm())
     finally:
         handle.remove()
     return norms
 
 
-def alone(terms: BoundTerms, name: str) -> BoundTerms:
+def only_term(terms: BoundTerms, name: str) -> BoundTerms:
     """Return the same terms, where all but one have the factor 0."""
     return replace(terms, factors={each: value if each == name else 0.0 for each, value in terms.factors.items()})

@@ -60,7 +60,7 @@ class Validation:
         sums = torch.zeros(2, len(method.weights), dtype=torch.float64, device=World.current().device)
         with torch.no_grad():
             for batch in progress(self.batches, "Validation", "batches"):
-                moved = trainer.moved(batch, method)
+                moved = trainer.to_device(batch, method)
                 terms = trainer.student.compute_losses(
                     moved, method.bind_terms(trainer.compute_targets(moved, method), moved)
                 ).terms

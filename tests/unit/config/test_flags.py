@@ -2,7 +2,7 @@
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.flags import actions, takes_list, type_of
+from llmdistill.config.flags import actions, is_list, type_of
 
 TRIED = "config/flags.py was tried with jsonargparse 4.49 and 4.53 on Python 3.11"
 
@@ -23,4 +23,4 @@ def test_flags_and_their_types():
     assert of_name.keys() == {"help", *hints}
     assert {name: type_of(of_name[name]) for name in hints} == hints
     assert type_of(of_name["help"]) is None
-    assert [name for name, action in of_name.items() if takes_list(action)] == ["names", "maybe"]
+    assert [name for name, action in of_name.items() if is_list(action)] == ["names", "maybe"]

@@ -18,7 +18,7 @@ from llmdistill.runtime import signals
 from llmdistill.studies import launcher as module
 from llmdistill.studies.launcher import InProcess, Launcher
 from llmdistill.studies.trials import Progress, Trial, last_line, make_trial
-from llmdistill.training.run_folder import claim_folder, scores_asked
+from llmdistill.training.run_folder import claim_folder, scoring_settings
 
 pytestmark = pytest.mark.usefixtures("cpu_world")
 
@@ -48,7 +48,7 @@ def trials(tmp_path):
 def finish(config):
     with claim_folder(config):
         pass
-    metrics = {"asked": scores_asked(config), "seed": config.seed}
+    metrics = {"asked": scoring_settings(config), "seed": config.seed}
     (Path(config.output_dir) / "metrics.json").write_text(json.dumps(metrics))
 
 

@@ -16,7 +16,7 @@ from llmdistill.studies.collect import collect
 from llmdistill.studies.comparison import MethodStudy
 from llmdistill.studies.launcher import InProcess, Launcher
 from llmdistill.studies.variants import from_starts, load_methods, load_starts
-from llmdistill.training.run_folder import claim_folder, scores_asked
+from llmdistill.training.run_folder import claim_folder, scoring_settings
 
 COMPARED = ["none", "sft", "kd", "seqkd", "makd"]
 pytestmark = pytest.mark.usefixtures("cpu_world")
@@ -63,7 +63,7 @@ class StandIn(Launcher):
         valid = 50 + bonus - 1e3 * abs(rate - best) - (weights["makd"].logits == 1.0) - (weights["kd"].ratio == 1.0)
         digest = int(hashlib.sha256(str(config.seed).encode()).hexdigest(), 16) % 5
         tests = {name: 40 + bonus + 1e3 * rate + digest + len(name) for name in config.data.tests}
-        metrics = {"asked": scores_asked(config), "warnings": []}
+        metrics = {"asked": scoring_settings(config), "warnings": []}
         for model in config.scoring.models:
             if (model == "student") == (method != "none"):
                 scores = {"params": 1000, "rougeL": tests, "generation_tokens_per_second": 5.0}

@@ -49,6 +49,6 @@ def test_an_example_without_labels_has_no_rows_wherever_it_stands():
 def test_what_a_cache_lacks_is_named(needs, lacking):
     held = replace(NOTHING, positions=("labels",), temperatures=(1.0,), taps={"query": frozenset({1, 2})})
     request = replace(replace(held, taps={"query": frozenset({2})}), **needs)
-    assert request.lacking({**held.record(), "top_k": 4}) == lacking
+    assert request.find_missing({**held.record(), "top_k": 4}) == lacking
     if "temperatures" in needs:
-        assert request.lacking({**held.record(), "top_k": None}) is None
+        assert request.find_missing({**held.record(), "top_k": None}) is None

@@ -13,7 +13,7 @@ from llmdistill.data.instruct import Limits, encode, parts_before
 from llmdistill.data.token_bytes import TokenBytes
 from llmdistill.methods.kd import KdConfig, build_kd
 from llmdistill.step.tap_models import tap_student, tap_teacher
-from llmdistill.teachers.translated import TranslatedTeacher, Translation, shares
+from llmdistill.teachers.translated import TranslatedTeacher, Translation, describe_shares
 
 STUDENT = byte_level(290)
 TEACHERS = {
@@ -193,7 +193,7 @@ def test_an_answer_that_ends_within_a_character_is_compared_up_to_it():
     found = texts_of_spans(batch, taught, others, TEACHERS["byte-level"])
     assert b"".join(one for one, _ in found).strip() == b"on"
     assert ((others.pairs < 0) & (others.student_spans < 0)).any()
-    assert "not" in shares(others)
+    assert "not" in describe_shares(others)
 
 
 def test_what_the_teacher_cannot_read_is_not_compared():

@@ -20,7 +20,7 @@ from llmdistill.training.run_folder import (
     claim_folder,
     finished_metrics,
     input_fingerprints,
-    scores_asked,
+    scoring_settings,
     shaping_settings,
 )
 
@@ -47,7 +47,7 @@ def claim(config, size=1):
 
 
 def finish(config):
-    metrics = {"asked": scores_asked(config), "student": {"params": 1}}
+    metrics = {"asked": scoring_settings(config), "student": {"params": 1}}
     (Path(config.output_dir) / "metrics.json").write_text(json.dumps(metrics))
     return json.loads(json.dumps(metrics))
 

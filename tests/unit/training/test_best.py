@@ -32,9 +32,9 @@ def keeper(folder, scores=None):
 def test_the_smallest_loss_is_kept_and_of_equal_ones_the_first(tmp_path):
     best = keeper(tmp_path)
     for step, loss in ((2, 1.5), (4, 1.25), (6, 1.25), (8, 1.3)):
-        assert best.validated(step, loss) == {}
+        assert best.keep_if_best(step, loss) == {}
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-4"]
-    assert best.take(tmp_path / "student") == {"step": 4, "metric": "loss", "value": 1.25, "student": "best/step-4"}
+    assert best.move_to(tmp_path / "student") == {"step": 4, "metric": "loss", "value": 1.25, "student": "best/step-4"}
     assert (tmp_path / "student" / "weights").read_text() == "2"
     assert not (tmp_path / "best").exists()
     assert read_best(tmp_path)["step"] == 4  # the report of a run that was killed here still names the step
@@ -42,28 +42,28 @@ def test_the_smallest_loss_is_kept_and_of_equal_ones_the_first(tmp_path):
 
 def test_the_largest_score_is_kept_whatever_the_losses_are(tmp_path):
     best = keeper(tmp_path, scores=[10.0, 30.0, 20.0])
-    found = [best.validated(step, loss) for step, loss in ((1, 0.1), (2, 9.0), (3, 0.2))]
+    found = [best.keep_if_best(step, loss) for step, loss in ((1, 0.1), (2, 9.0), (3, 0.2))]
     assert found == [{"valid_score": score} for score in (10.0, 30.0, 20.0)]
-    assert best.take(tmp_path / "student")["step"] == 2
+    assert best.move_to(tmp_path / "student")["step"] == 2
 
 
 def test_a_resumed_run_keeps_its_best_and_a_new_attempt_forgets_it(tmp_path):
-    keeper(tmp_path).validated(5, 1.0)
+    keeper(tmp_path).keep_if_best(5, 1.0)
     resumed = keeper(tmp_path)
-    resumed.validated(5, 1.0)  # the step after the checkpoint is repeated
+    resumed.keep_if_best(5, 1.0)  # the step after the checkpoint is repeated
     assert (tmp_path / "best" / "step-5" / "weights").read_text() == "1"
-    resumed.validated(6, 2.0)
+    resumed.keep_if_best(6, 2.0)
     assert read_best(tmp_path)["step"] == 5
-    resumed.begin()
-    resumed.validated(1, 7.0)
+    resumed.check_resumed()
+    resumed.keep_if_best(1, 7.0)
     assert read_best(tmp_path)["value"] == 7.0
 
 
 def test_a_model_that_was_killed_while_it_was_saved_is_saved_again(tmp_path):
     best = keeper(tmp_path)
-    best.validated(1, 2.0)
+    best.keep_if_best(1, 2.0)
     (tmp_path / "best" / "step-2").mkdir()  # without a record
-    best.validated(2, 1.0)
+    best.keep_if_best(2, 1.0)
     assert (tmp_path / read_best(tmp_path)["student"] / "weights").read_text() == "2"
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-2"]
 
@@ -78,19 +78,19 @@ def test_a_model_that_was_killed_while_it_was_saved_is_saved_again(tmp_path):
 )
 def test_a_damaged_best_student_is_not_taken(tmp_path, damage, said):
     best = keeper(tmp_path)
-    best.validated(1, 2.0)
+    best.keep_if_best(1, 2.0)
     write_manifest(tmp_path / "best" / "step-1")
     damage(tmp_path / "best" / "step-1")
     with pytest.raises(UserError, match=rf"{said}.*: the best student is lost"):
-        best.take(tmp_path / "student")
+        best.move_to(tmp_path / "student")
     assert not (tmp_path / "student").exists()
 
 
 def test_a_resumed_run_without_its_best_goes_on_and_says_so(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "valid_loss": 1.0}\n')
-    keeper(tmp_path).begin(1)
+    keeper(tmp_path).check_resumed(1)
     assert capsys.readouterr().err == ""
-    keeper(tmp_path).begin(3)
+    keeper(tmp_path).check_resumed(3)
     said = "".join(capsys.readouterr().err.replace("│", "").split())
     assert "sothebeststudentuptostep3islost" in said
 

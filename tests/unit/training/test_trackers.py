@@ -94,9 +94,9 @@ def steps(config, start, until, *, rank=0, end=None) -> None:
         log = RunLog(Path(str(config.output_dir)), start=start, steps=6)
         log.monitor = stack.enter_context(monitors(config, None, start))
         if start == 0:
-            log.validated(0, {"valid_loss": 3.5})
+            log.add_figures(0, {"valid_loss": 3.5})
         for step in range(start + 1, until + 1):
-            log.row(step, {**ROW, "loss": float(step)}, 0.0)
+            log.add_row(step, {**ROW, "loss": float(step)}, 0.0)
         if end == "stop":
             raise Stopped(15, "after a step")
         if end == "kill":
@@ -231,7 +231,7 @@ def test_a_resumed_run_drops_later_rows_and_what_a_kill_left_of_one(tmp_path):
 def test_columns_stay_apart_at_large_losses(tmp_path, capsys):
     values = {"loss": 161234.5, "hidden": 1.5e-10, "tokens_per_second": 1234567.0, "padding_share": 0.1}
     log = RunLog(tmp_path, start=0, steps=123456)
-    log.row(123400, {**values, "teacher_share": 0.5}, 60.0)
+    log.add_row(123400, {**values, "teacher_share": 0.5}, 60.0)
     header, row = (line.split() for line in capsys.readouterr().out.splitlines())
     assert header == ["step", "loss", "hidden", "tok/s", "padding", "teacher", "eta"]
     assert row == ["123400/123456", "1.612e+05", "1.5e-10", "1,234,567", "10%", "50%", "01:00"]
