@@ -80,7 +80,7 @@ class Sequences:
         firsts_S = is_start_BT.flatten().nonzero()[:, 0]
         starts = torch.cat([firsts_S, firsts_S.new_tensor([attention_mask.numel()])])
         lengths = starts.diff().tolist()
-        return cls(starts.int(), tuple(lengths), max(lengths))
+        return cls(starts.int(), tuple(lengths), max(lengths))  # torch's varlen_attn reads int32
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Sequences:
         return replace(self, starts=self.starts.to(device, non_blocking=non_blocking))
@@ -141,7 +141,7 @@ class Batch:
         """The number of positions of each kind in the batch, as scalars."""
         return {
             "tokens": (self.attention_mask != 0).sum(),
-            "labels": (self.labels[:, 1:] != IGNORE_INDEX).sum(),
+            "labels": (self.labels[:, 1:] != IGNORE_INDEX).sum(),  # the first is never learned, see `labels`
             "sequences": self.has_target().sum(),
         }
 
@@ -238,6 +238,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
+        # The loader pins its batches, so the copies run beside the host's work.
         movable = {name: value for name, value in values.items() if hasattr(value, "to")}
         return replace(self, **{name: value.to(device, non_blocking=True) for name, value in movable.items()})
 

@@ -21,6 +21,7 @@ from llmdistill.step.method import Method
 class DistilbertConfig:
     """The triple loss of DistilBERT (Sanh et al. 2019). A weight of 0 drops the term."""
 
+    # The defaults are those of the authors' command (examples of transformers, research_projects/distillation).
     soft: float = 5.0
     """Weight of KL(T||S) between the softened outputs, times the squared temperature."""
     label: float = 2.0

@@ -247,18 +247,27 @@ def _mask_of(student: Taps, pair: LayerPair, *, causal: bool) -> losses.Attentio
 
 
 def mse_term(
-    aspect: Aspect, pair: LayerPair, *, scale: Scale, name: str | None = None, mapped: bool = False
+    aspect: Aspect,
+    pair: LayerPair,
+    *,
+    scale: Scale,
+    name: str | None = None,
+    mapped: bool = False,
+    heads_differ: bool = False,
 ) -> LayerTerm:
     """Return the MSE of each token's features at one place of both models: MaKD eq. 13, 15, 16; TinyBERT eq. 8, 9.
 
     The name of the term is by default that of the aspect. If the widths differ, a learned matrix maps the student's to
-    the teacher's (`mapped`).
+    the teacher's (`mapped`). If the heads may differ in number (`heads_differ`), they are compared side by side.
     """
 
     def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        student_features = student.projected[aspect] if mapped else getattr(student, aspect)
+        student_features = (student.projected[aspect] if mapped else getattr(student, aspect))[pair.student]
         teacher_features = getattr(teacher, aspect)[pair.teacher]
-        return losses.matrix_mse(student_features[pair.student], teacher_features, mask, normalize=scale == "token")
+        if heads_differ:
+            teacher_features = losses.side_by_side(teacher_features)
+            student_features = student_features if mapped else losses.side_by_side(student_features)
+        return losses.matrix_mse(student_features, teacher_features, mask, normalize=scale == "token")
 
     return layer_term(name or aspect, pair, loss, aspect)
 

@@ -8,12 +8,11 @@ from functools import partial
 from typing import Literal
 
 from llmdistill import losses
-from llmdistill.batch import LossSum, Mapped, Taps
+from llmdistill.batch import Mapped
 from llmdistill.config.marks import replaces
 from llmdistill.errors import UserError
-from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import layers
-from llmdistill.methods.annotations import PreTrainedConfig, Tensor
+from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -91,28 +90,17 @@ def build_minilm(
     pairs = layers.pair_last_or_mapped(
         settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilm"
     )
-    mapped = "hidden" in projections
     attention_kl = partial(losses.attention_kl, direction="teacher_student")
-    relation = partial(layers.relation_term, causal=causal)
+    relation, mse = partial(layers.relation_term, causal=causal), partial(layers.mse_term, scale=settings.scale)
     terms = [
         *(layers.attention_term(pair, attention_kl, causal=causal) for pair in pairs),
         # In grouped-query attention a value head counts for each head that uses it: the mean is over attention heads.
         *(relation("value_relation", ("value", "value"), pair, heads, repeated=True) for pair in pairs),
-        *(_make_value_term(pair, scale=settings.scale, mapped="value" in projections) for pair in pairs),
+        *(mse("value", pair, name="value_mse", mapped="value" in projections, heads_differ=True) for pair in pairs),
         *(relation("hidden_relation", ("hidden", "hidden"), pair, student_shape.num_heads) for pair in pairs),
-        *(layers.mse_term("hidden", pair, name="hidden_mse", scale=settings.scale, mapped=mapped) for pair in pairs),
+        *(mse("hidden", pair, name="hidden_mse", mapped="hidden" in projections) for pair in pairs),
     ]
     return Method(**vars(layers.weigh(settings, terms)), shift=causal, projections=projections)
-
-
-def _make_value_term(pair: layers.LayerPair, *, scale: layers.Scale, mapped: bool) -> LayerTerm:
-    def loss(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
-        layer = pair.student
-        student_values = student.projected["value"][layer] if mapped else losses.side_by_side(student.value[layer])
-        teacher_values = losses.side_by_side(teacher.value[pair.teacher])
-        return losses.matrix_mse(student_values, teacher_values, mask, normalize=scale == "token")
-
-    return layers.layer_term("value_mse", pair, loss, "value")
 
 
 MINILM = MethodEntry(

@@ -77,6 +77,7 @@ class TappedModel:
         head = find_head(self.model)
         self._task_head = None if head is None or head.targets is None else head
         self.shift = is_causal(config)
+        # An LM head that does not end in a plain linear has logits, but no linear to take the shortcut through.
         is_plain = self.has_lm_head or self.model.get_output_embeddings() is None
         self.shortcut = has_family(config) and has_plain_logits(config) and is_plain
         self.makes_mask = not has_family(config) or family_of(config).makes_mask
@@ -241,8 +242,14 @@ class TappedModel:
                     )
             inputs["attention_mask"] = batch.attention_mask
         else:
-            inputs |= {"attention_mask": _make_mask(batch, config), "position_ids": batch.position_ids}
-            inputs["sequences"] = _find_sequences(batch, config)
+            causal = is_causal(config)
+            if batch.mask.has_limits:
+                assert not causal, "a decoder's tokens see those before them"
+                inputs["attention_mask"] = batch.mask.dense()
+            elif not causal and batch.padding != "none":  # without a mask attention runs on its flash kernel
+                real_BT = batch.attention_mask != 0
+                inputs["attention_mask"] = real_BT[:, None, None, :].expand(-1, 1, real_BT.shape[1], -1)
+            inputs |= {"position_ids": batch.position_ids, "sequences": _find_sequences(batch, config)}
         masked = nullcontext() if self.makes_mask else self._recorder.given_mask()
         pooling = nullcontext() if self._pooler is None else self._pooler.pooling(batch.attention_mask)
         with masked, pooling, nullcontext() if has_family(config) else _translate_errors(config):
@@ -291,17 +298,6 @@ def _translate_errors(config: PreTrainedConfig) -> Iterator[None]:
             f"{config.model_type} cannot read these rows, says its own code ({reason}): change the data's limits "
             "or the model's config, or take another architecture"
         ) from error
-
-
-def _make_mask(batch: Batch, config: PreTrainedConfig) -> Tensor | None:
-    """Make the mask of an encoder for `Recorder.given_mask`; None if it sees all tokens, and for decoders."""
-    attention_mask = batch.attention_mask
-    if batch.mask.has_limits:
-        assert not is_causal(config), "a decoder's tokens see those before them"
-        return batch.mask.dense()
-    if is_causal(config) or batch.padding == "none":
-        return None
-    return (attention_mask != 0)[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
 
 
 def _find_sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:

@@ -30,6 +30,7 @@ def hook_modules(
         record("embedding", 0, args[0] if args else kwargs["hidden_states"])
 
     def record_output(aspect: Aspect, layer: int, _module: nn.Module, _args: object, output: Any) -> None:
+        # Some layers return their attention weights or router logits beside the hidden states.
         record(aspect, layer, output[0] if isinstance(output, tuple) else output)
 
     for aspect, layers in request.items():
@@ -39,6 +40,7 @@ def hook_modules(
             continue
         family = family_of(model.config)
         if aspect == "embedding" and family.embedding is None:
+            # No single module computes what the first layer reads.
             handles.append(layers_of(model)[0].register_forward_pre_hook(record_input, with_kwargs=True))
             continue
         if aspect in ATTENTION_ASPECTS and family.projections is None:

@@ -44,9 +44,9 @@ class OwnLoss:
 
 @torch.no_grad()
 def own_loss(tapped: TappedModel, batch: Batch, reduce: Callable[[Tensor], object] = lambda sums: None) -> OwnLoss:
-    """Compute the loss as the model does and as llmdistill does, on two halves of a batch's first rows.
+    """Compute the loss as the model does and as llmdistill does, on the first half of a batch's rows.
 
-    These have up to 1,024 tokens; a single row is read twice. The loss is the cross-entropy of the labels, or of all
+    These are cut to about 1,024 tokens. The loss is the cross-entropy of the labels, or of all
     tokens if the rows have no label. The head must be plain bit by bit: a softcap hardly changes the small logits of an
     untrained model.
 
@@ -72,7 +72,21 @@ def own_loss(tapped: TappedModel, batch: Batch, reduce: Callable[[Tensor], objec
         is_plain = torch.equal(outputs[0], logits.to(outputs[0].dtype))
     with tapped.modes(shortcut=is_plain, makes_mask=tapped.makes_mask):
         if is_plain:
-            ours = _sum_through_head(tapped, sample, labels_N, otherwise=ours)
+            sums_of_head: list[Tensor] = []
+
+            def add_sum(head: HeadInputs) -> Tensor:
+                assert head.weight is not None
+                logits_NV = functional.linear(head.rows.to(head.weight.dtype), head.weight, head.bias)
+                sums_of_head.append(_sum_losses(logits_NV, labels_N))
+                return sums_of_head[0]
+
+            try:
+                tapped.run_through_head(sample, add_sum)
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                # What an unknown model does around its head may need logits of the usual shape. All ranks fail alike.
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+            ours = sums_of_head[0] if sums_of_head else ours
         else:  # nothing else differs if the mask is the model's own
             ours = own if tapped.makes_mask else loss(tapped.compute_own_logits(sample)[0])
     sums = torch.stack([own, ours, of_product, own.new_tensor(len(labels_N)), own.new_tensor(not is_plain)])
@@ -88,27 +102,10 @@ def own_loss(tapped: TappedModel, batch: Batch, reduce: Callable[[Tensor], objec
     )
 
 
-def _sum_through_head(tapped: TappedModel, sample: Batch, labels_N: Tensor, *, otherwise: Tensor) -> Tensor:
-    sums: list[Tensor] = []
-
-    def add_sum(head: HeadInputs) -> Tensor:
-        assert head.weight is not None
-        sums.append(_sum_losses(functional.linear(head.rows.to(head.weight.dtype), head.weight, head.bias), labels_N))
-        return sums[0]
-
-    try:
-        tapped.run_through_head(sample, add_sum)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        # What an unknown model does around its head may need logits of the usual shape. All ranks fail alike.
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-    return sums[0] if sums else otherwise
-
-
 def _cut_sample(batch: Batch, *, shift: bool) -> Batch:
     """Cut out the first rows of a batch, and of packed rows the first sequence."""
     count = max(1, min((len(batch.input_ids) + 1) // 2, _MOST_TOKENS // max(1, batch.input_ids.shape[1])))
-    mask = (batch.attention_mask[:count] == 1).long()
+    mask = (batch.attention_mask[:count] == 1).long()  # packed rows number their sequences from 1
     real = mask.any(0).nonzero()
     columns = slice(0, min(int(real[-1]) + 1, _MOST_TOKENS) if len(real) else 1)
     ids, mask = batch.input_ids[:count, columns], mask[:, columns]
@@ -117,7 +114,7 @@ def _cut_sample(batch: Batch, *, shift: bool) -> Batch:
     if not (labels[:, 1:] != IGNORE_INDEX).any():
         labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
     labels = labels.clone()
-    labels[:, 0] = IGNORE_INDEX
+    labels[:, 0] = IGNORE_INDEX  # no token before it predicts it
     types = None if batch.token_type_ids is None else batch.token_type_ids[:count, columns]
     return Batch(ids, mask, labels, token_type_ids=types).with_label_rows(shift=shift)
 

@@ -54,7 +54,23 @@ def packed_attention(
     """
     width = query.shape[-1]
     if dropout == 0.0 and width <= WIDEST_HEAD and width % 8 == 0 and has_kernel(query):
-        return _attend_in_one_call(query, key, value, sequences, scaling, sliding_window), None
+        starts, longest = sequences.starts, sequences.longest
+        dtype = _kernel_dtype(query)  # sdpa casts by itself under autocast, where rotary embeddings return fp32
+        # The rows stand one after the other, so no token is moved.
+        output = varlen_attn(
+            query.transpose(1, 2).flatten(0, 1).to(dtype),  # (B·T, H, D)
+            key.transpose(1, 2).flatten(0, 1).to(dtype),
+            value.transpose(1, 2).flatten(0, 1).to(dtype),
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=scaling,
+            # Tokens before and after the token itself; -1 is no limit.
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            enable_gqa=True,
+        )
+        return cast("Tensor", output).unflatten(0, (query.shape[0], query.shape[2])), None
     kwargs |= {"dropout": dropout, "scaling": scaling}
     return _attend_by_sequence(module, query, key, value, sequences, sliding_window, **kwargs), None
 
@@ -73,27 +89,6 @@ def _kernel_dtype(states: Tensor) -> torch.dtype:
 def _is_recent(index: int) -> bool:
     # torch's flash kernel needs Ampere (8.0); ROCm devices also answer is_cuda.
     return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (8, 0)
-
-
-def _attend_in_one_call(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None
-) -> Tensor:
-    """Attend in one call for the whole batch; the rows stand one after the other, so no token is moved."""
-    starts, longest = sequences.starts, sequences.longest
-    dtype = _kernel_dtype(query)  # sdpa casts by itself under autocast, where rotary embeddings return fp32
-    output = varlen_attn(
-        query.transpose(1, 2).flatten(0, 1).to(dtype),  # (B·T, H, D)
-        key.transpose(1, 2).flatten(0, 1).to(dtype),
-        value.transpose(1, 2).flatten(0, 1).to(dtype),
-        starts,
-        starts,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),  # tokens before and after the token itself
-        enable_gqa=True,
-    )
-    return cast("Tensor", output).unflatten(0, (query.shape[0], query.shape[2]))
 
 
 @torch.compiler.disable  # a graph would be compiled anew for the lengths of every batch

@@ -94,7 +94,8 @@ class HookSums:
         if not self.is_known:
             is_plain = values.dim() == 3 and values.shape[:2] == self.mask.shape
             rows, length = self.mask.shape
-            # If all positions count, the order does not matter.
+            # The shape does not tell: as many rows as columns may be transposed, and the tokens of one row may be in
+            # another order, which matters only if some of them do not count.
             if name in self._called or not is_plain or not (1 < rows != length or (rows == 1 and self._is_whole)):
                 raise OddReadError(name)
             self._called.add(name)
