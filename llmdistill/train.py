@@ -62,9 +62,9 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
 
         tasks = plan_tasks(plans)
     if flags.dry_run:
-        from llmdistill.planning.dry_run import show
+        from llmdistill.planning.dry_run import show_plans
 
-        if show(config, plans, None if tasks is None else tasks.overview(), flags) != 0:
+        if show_plans(config, plans, None if tasks is None else tasks.overview(), flags) != 0:
             raise SystemExit(1)
         return check_places(plans, thorough=False)  # what would run is told also where data are missing
     check_places(plans)

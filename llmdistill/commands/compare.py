@@ -115,7 +115,7 @@ def compare(arguments: Sequence[str]) -> int:
     rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in (0.5, 1.0, 2.0)]
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.report.comparison import comparison_report
-    from llmdistill.studies.collect import collect
+    from llmdistill.studies.collect import collect_comparison
     from llmdistill.studies.comparison import MethodStudy
     from llmdistill.studies.launcher import Launcher
     from llmdistill.training.plan import with_prompt
@@ -142,7 +142,7 @@ def compare(arguments: Sequence[str]) -> int:
     return conclude(
         study,
         lambda found: comparison_report(
-            study.folder, collect(study, found, title=suite.title, paper=suite.paper, command=command)
+            study.folder, collect_comparison(study, found, title=suite.title, paper=suite.paper, command=command)
         ),
         as_json=parsed.json,
     )

@@ -57,8 +57,8 @@ def plan(arguments: Sequence[str]) -> None:
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     config, _ = parse_run(words, METHODS)
     # Imported here so that --help does not wait for torch and transformers.
-    from llmdistill.planning.cache_forecast import CacheAsked
-    from llmdistill.planning.choices import DS_CONFIGS, make_choices, propose, reason
+    from llmdistill.planning.cache_forecast import CacheRequest
+    from llmdistill.planning.choices import DS_CONFIGS, explain_choice, make_choices, propose
 
     quiet_transformers()
     resolved = resolve(config, "bf16" if machine.gpus else "fp32")
@@ -69,7 +69,7 @@ def plan(arguments: Sequence[str]) -> None:
         raise UserError(obstacle)
     counts = count_data(resolved) if parsed.count_data else None
     folder = Path("cache") if parsed.write is None else parsed.write / "cache"
-    request = CacheAsked(folder=str(folder), settings=settings, counts=counts)
+    request = CacheRequest(folder=str(folder), settings=settings, counts=counts)
     only_own = (
         "ds_config" in given_flags(words) or not machine.gpus
     )  # a CPU has a single rank, over which no ds_config can shard
@@ -83,10 +83,10 @@ def plan(arguments: Sequence[str]) -> None:
     best = propose(choices, config.train.micro_batch_size)
     if not parsed.json:
         sentence, first_command = (
-            reason(best, choices, config.train.micro_batch_size),
+            explain_choice(best, choices, config.train.micro_batch_size),
             first_words(best, words, machine),
         )
-        print_result(f"\nProposal   {best.described()}\nReason     {sentence}")
+        print_result(f"\nProposal   {best.describe()}\nReason     {sentence}")
         if first_command is not None:
             print_result(f"First      {shlex.join(first_command)}")
         print_result(f"Launch     {shlex.join(launch_words(best, words, machine, best.ds_config))}")

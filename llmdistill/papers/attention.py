@@ -175,7 +175,7 @@ def plot_attention(rows: Sequence[Sequence[Panel]], tokens: Sequence[str]) -> Fi
     return figure
 
 
-def table(results: Mapping[str, Any]) -> TitledTable:
+def make_table(results: Mapping[str, Any]) -> TitledTable:
     first, count = next(iter(results["models"])), len(results["texts"])
     heads = list(results["models"][first]["kl"])
     shown = ["KL of the mean map" if head == MEAN else f"KL of head {head}" for head in heads]
@@ -197,10 +197,10 @@ def table(results: Mapping[str, Any]) -> TitledTable:
 SUITE = ModelSuite(
     name="attention",
     title="Attention side by side",
-    asked=("data", "max_length", "heads"),
+    settings=("data", "max_length", "heads"),
     values=lambda _, results: {(f"head {head}", "kl"): value for head, value in results["kl"].items()},
     score=_score,
-    table=table,
+    table=make_table,
     note=" The last column is the mean over heads, of models with equally many.",
     closing="The divergences of each text are in results.json.",
 )

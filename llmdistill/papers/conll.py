@@ -99,7 +99,7 @@ def _spans(tags: Sequence[str]) -> tuple[Span, ...]:
     return tuple(Span(start, end, tags[start].removeprefix("B-")) for start, end in zip(starts, ends, strict=True))
 
 
-def located(sentences: Sequence[Sentence]) -> list[Located]:
+def locate_spans(sentences: Sequence[Sentence]) -> list[Located]:
     return [Located(index, span) for index, sentence in enumerate(sentences) for span in sentence.spans]
 
 

@@ -17,14 +17,14 @@ from llmdistill.fingerprints import digest, fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.papers.conll import Located, Sentence, draw_spans, located, read_sentences
+from llmdistill.papers.conll import Located, Sentence, draw_spans, locate_spans, read_sentences
 from llmdistill.papers.span_clusters import cluster_score, encode_sentences, end_vectors, is_read, represent
 from llmdistill.report.panels import plot_panels
 from llmdistill.report.plots import Drawing, curve_of, method_styles
 from llmdistill.report.tables import TitledTable, count_seeds, over_seeds, show_seeds
 from llmdistill.studies.side_by_side import ComparedModels, ModelScores, ModelSuite
 
-_ASKED = ("data", "chunks", "unlabeled", "held_out", "seeds")
+_SETTINGS = ("data", "chunks", "unlabeled", "held_out", "seeds")
 
 _TOKENS = 512
 """Largest number of tokens of a sentence, where a model has more positions."""
@@ -38,14 +38,14 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
         name: encode_sentences(sentences, tokenizers[name], max_positions(load_config(path), _TOKENS))
         for name, path in models.paths.items()
     }
-    read = [span for span in located(sentences) if all(is_read(span, tokens) for _, tokens in encoded.values())]
+    read = [span for span in locate_spans(sentences) if all(is_read(span, tokens) for _, tokens in encoded.values())]
     drawn = {
         seed: draw_spans(read, chunks=config.chunks, unlabeled=config.unlabeled, seed=seed) for seed in config.seeds
     }
     for spans in drawn.values():
         _check_count(config.data, config.held_out, spans)
-    asked = {
-        **{key: getattr(config, key) for key in _ASKED if key != "data"},
+    depends_on = {
+        **{key: getattr(config, key) for key in _SETTINGS if key != "data"},
         "dtype": models.dtype,
         "spans": digest([[[place.sentence, *place.span] for place in spans] for spans in drawn.values()]),
         "content of data": fingerprint(config.data),
@@ -62,7 +62,7 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
         return {"nmi": [over_seeds(values) for values in zip(*by_seed, strict=True)]}
 
     size = len(drawn[config.seeds[0]])
-    entries = models.score_each(score, asked=asked, on=f"{len(drawn)} x {size} spans", head="none")
+    entries = models.score_each(score, depends_on=depends_on, on=f"{len(drawn)} x {size} spans", head="none")
     labels = dict(Counter(place.span.label for spans in drawn.values() for place in spans).most_common())
     warnings, wanted = _unread(config.data, sentences, encoded), config.chunks + config.unlabeled
     if size < wanted:
@@ -80,7 +80,7 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
 def check_file(path: Path) -> None:
     """Raises UserError if a file is missing or malformed, or has too few spans for the default settings."""
     usual = ChunksConfig
-    drawn = draw_spans(located(read_sentences(path)), chunks=usual.chunks, unlabeled=usual.unlabeled, seed=0)
+    drawn = draw_spans(locate_spans(read_sentences(path)), chunks=usual.chunks, unlabeled=usual.unlabeled, seed=0)
     _check_count(str(path), usual.held_out, drawn)
 
 
@@ -118,7 +118,7 @@ def _unread(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]
     return warnings
 
 
-def table(results: Mapping[str, Any]) -> TitledTable:
+def make_table(results: Mapping[str, Any]) -> TitledTable:
     models = results["models"]
     columns = [[show_seeds(value, 3) for value in model["nmi"]] for model in models.values()]
     rows = [[str(layer), *scores] for layer, scores in enumerate(zip_longest(*columns, fillvalue=""), start=1)]
@@ -142,12 +142,12 @@ def _draw(models: Mapping[str, Any]) -> Drawing:
 SUITE = ModelSuite(
     name="conll2000",
     title="Phrases in the layers (CoNLL-2000)",
-    asked=_ASKED,
+    settings=_SETTINGS,
     values=lambda _, results: {
         (f"layer {layer}", "nmi"): value["mean"] for layer, value in enumerate(results["nmi"], start=1)
     },
     score=_score,
-    table=table,
-    turned=False,
+    table=make_table,
+    transposed=False,
     note=" The spans are the same for all models.",
 )

@@ -112,7 +112,7 @@ def published_report(folder: Path, report: PublishedReport) -> StudyReport:
         values={"report": report, "lines": lines},
         drawings=draw_rows(report),
         table=TitledTable(f"{table.title}; in brackets the paper's", ["", *_shown(table.rows[0], report)], shown),
-        turned=True,
+        transposed=True,
         notes=[Text(f"{label} FAILED: {error}") for label, error in errors.items() if error is not None],
         closing=f"The report is {folder / 'report.html'}, also report.md and results.json beside it.",
         failed=any(error is not None for error in errors.values()),
@@ -145,6 +145,7 @@ def draw_rows(report: PublishedReport) -> list[Drawing]:
 def _shown(row: TableRow, report: PublishedReport) -> dict[str, tuple[str, str]]:
     """Return by column the texts of our score and of the paper's figure, first those of the average, "" for none."""
     cells = report.cells(row)
+    # As the papers print them, whose tables have one decimal or more.
     figures = ["" if figure is None else max(f"{figure:.1f}", f"{figure:g}", key=len) for figure in row.published]
     texts = ["–" if cell is None else show_seeds(cell.to_dict()) for cell in cells]
     shown = dict(zip(report.header, zip(texts, figures, strict=True), strict=True))

@@ -27,7 +27,7 @@ from llmdistill.tasks.forward import scoring_forward
 NOT_READ = -1
 """The token of a word that the model does not read."""
 
-_STARTS = 10
+_INITIALIZATIONS = 10
 """First centers that k-means tries; the clusters with the smallest squared distances count."""
 
 
@@ -127,6 +127,6 @@ def cluster_score(features: np.ndarray, labels: Sequence[str], *, held_out: int,
     `held_out`, and these are scored; with 0 it sees and scores all rows. `seed` is that of the first centers.
     """
     cut = len(labels) - held_out
-    means: Any = KMeans(n_clusters=len(set(labels)), n_init=_STARTS, random_state=seed).fit(features[:cut])
+    means: Any = KMeans(n_clusters=len(set(labels)), n_init=_INITIALIZATIONS, random_state=seed).fit(features[:cut])
     scored = slice(cut, None) if held_out else slice(None)
     return float(normalized_mutual_info_score(labels[scored], means.predict(features[scored])))

@@ -32,7 +32,7 @@ from llmdistill.report.paper import PublishedTable, TableRow
 from llmdistill.report.trials import ModelEntry, run_entries
 from llmdistill.studies.launcher import Launcher
 from llmdistill.studies.study import PlannedRow, Study
-from llmdistill.studies.trials import Progress, Result, Trial, changed_values, make_trial
+from llmdistill.studies.trials import Progress, Trial, changed_values, make_trial
 from llmdistill.tasks.benchmark import Benchmark, named_benchmark
 from llmdistill.training.plan import make_plans
 
@@ -59,7 +59,7 @@ class SecondStage(FineTuning):
         return self.file
 
     @property
-    def alone(self) -> bool:
+    def has_launchers(self) -> bool:
         return False
 
     def values(self) -> dict[str, Any]:
@@ -94,6 +94,7 @@ class TableStudy(Study):
         """Return the run of a row's recipe, which ends with the student; rows of the same student have the same run."""
         row = self.row(key)
         name = str(row.recipe).replace("/", "-")
+        # Without the recipe's own second stage: the fine-tuning is a trial of its own.
         return make_trial(self.folder, self.configs[key], name, {"tasks.names": []}, title=row.label)
 
     def model(self, key: str) -> str:
@@ -148,7 +149,26 @@ class TableStudy(Study):
         rows = [PlannedRow(key=key, trials=[self.fine_tuning(key)]) for key in left]
         with Progress(len(rows), self.describe) as shown:
             outcomes = self.run(rows, self.launcher.undivided, shown)
-        return measured | {key: _measured(outcome.first, seconds.get(key, 0.0)) for key, outcome in outcomes.items()}
+        for key, result in ((key, outcome.first) for key, outcome in outcomes.items()):
+            results, folder = result.metrics, str(result.trial.folder)
+            if results is None:
+                measured[key] = Measured(folder=folder, error=result.error)
+                continue
+            columns = dev_columns(results["tasks"].values())
+            measured[key] = Measured(
+                folder=folder,
+                model=results["model"],
+                scores={(name, metric): value["seeds"] for name, of in columns.items() for metric, value in of.items()},
+                params=results["params"]["model"]["total"],
+                settings={
+                    name: {"learning_rate": task["learning_rate"], "epochs": task["epochs"], "seeds": task["seeds"]}
+                    for name, task in results["tasks"].items()
+                },
+                warnings=tuple(results["warnings"]),
+                seconds=seconds.get(key, 0.0),
+                tuning_seconds=sum(task["seconds"] for task in results["tasks"].values()),
+            )
+        return measured
 
     def fine_tuning(self, key: str) -> Trial:
         """Return the fine-tuning of a row's model on every task."""
@@ -236,28 +256,6 @@ def _chunk_file(data_dir: str | None) -> Path:
         raise UserError(f"tasks.data_dir is missing: name the folder with {_CHUNKS}")
     phrases.check_file(Path(data_dir) / _CHUNKS)
     return Path(data_dir) / _CHUNKS
-
-
-def _measured(result: Result, seconds: float) -> Measured:
-    """Return the scores of a row that was fine-tuned; `seconds`: how long its distillation took."""
-    results, folder = result.metrics, str(result.trial.folder)
-    if results is None:
-        return Measured(folder=folder, error=result.error)
-    columns = dev_columns(results["tasks"].values())
-    scores = {(name, key): value["seeds"] for name, metrics in columns.items() for key, value in metrics.items()}
-    return Measured(
-        folder=folder,
-        model=results["model"],
-        scores=scores,
-        params=results["params"]["model"]["total"],
-        settings={
-            name: {"learning_rate": task["learning_rate"], "epochs": task["epochs"], "seeds": task["seeds"]}
-            for name, task in results["tasks"].items()
-        },
-        warnings=tuple(results["warnings"]),
-        seconds=seconds,
-        tuning_seconds=sum(task["seconds"] for task in results["tasks"].values()),
-    )
 
 
 def rows_to_run(table: PublishedTable, names: Sequence[str] | None) -> dict[str, TableRow]:

@@ -112,7 +112,7 @@ class TasksPlan(Study):
             results[row] = ended.metrics
         figures = self._draw() if self.last.config.tasks.tsne else {}
         if world.is_main:
-            report = stages_report(self.folder, collect(results, figures, run=str(self.last.folder)))
+            report = stages_report(self.folder, collect_stages(results, figures, run=str(self.last.folder)))
             report.write()
             report.print()
 
@@ -186,7 +186,7 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTunin
     settings, folder = config.tasks, plan.folder / "tasks"
     shared: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(GridConfig)}
     shared |= {"tasks": tasks, "ds_config": config.ds_config, "dtype": config.train.dtype, "speed": False}
-    alone = {**shared, "method": "sft", "copy_classifier": None}
+    on_labels = {**shared, "method": "sft", "copy_classifier": None}
     teacher = str(folder / TEACHER) if settings.teacher is None else settings.teacher
     trained = str(plan.folder / "student")
     given = plan.config.student.model
@@ -212,8 +212,8 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTunin
     }
     learning = {**shared, "teacher": teacher, "method": method, "also": also, "method_settings": sections}
     rows = {
-        TEACHER: {**alone, "model": str(plans[0].models.teacher_path)},
-        "no_kd": {**alone, "model": trained},
+        TEACHER: {**on_labels, "model": str(plans[0].models.teacher_path)},
+        "no_kd": {**on_labels, "model": trained},
         "no_pretraining": {**learning, "model": untrained},
         "two_stages": {**learning, "model": trained},
     }
@@ -224,7 +224,7 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTunin
     }
 
 
-def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], *, run: str) -> dict[str, Any]:
+def collect_stages(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], *, run: str) -> dict[str, Any]:
     """Return the rows of the results and the t-SNE figure of each task as plain JSON values; `run` is a folder."""
     rows = {
         row: {
@@ -268,7 +268,7 @@ def collect(results: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]
 
 
 def stages_report(folder: Path, table: Mapping[str, Any]) -> StudyReport:
-    """Return the report of the rows of `collect`: report.md and report.json."""
+    """Return the report of the rows of `collect_stages`: report.md and report.json."""
     columns = table["columns"]
     averaged = len({column["task"] for column in columns}) > 1
     header = ["", "stage 1", "stage 2", "params"]

@@ -78,7 +78,7 @@ class CacheTrace(Teacher):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheAsked:
+class CacheRequest:
     """The cache that a run may read; teacher.cache, if the run sets it, takes precedence."""
 
     folder: str = "cache"
@@ -147,7 +147,7 @@ def trace_cache(
 
 
 def forecast_cache(
-    plan: Plan, models: ForecastModels, asked: CacheAsked, sizes: Sizes, machine: MachineConfig
+    plan: Plan, models: ForecastModels, requested: CacheRequest, sizes: Sizes, machine: MachineConfig
 ) -> tuple[CacheTrace, CacheForecast]:
     """Trace the contents of a run's cache, and forecast its size and the time to make it on all GPUs of a machine.
 
@@ -156,7 +156,7 @@ def forecast_cache(
     an existing cache is damaged.
     """
     folder_of_run, train = plan.config.teacher.cache, plan.config.train
-    settings, folder = asked.settings, asked.folder if folder_of_run is None else folder_of_run
+    settings, folder = requested.settings, requested.folder if folder_of_run is None else folder_of_run
     is_there = (Path(folder) / CACHE_FILE).is_file()
     if is_there and folder_of_run is not None:
         settings = CacheConfig(**read_cache_record(Path(folder))["settings"])
@@ -164,7 +164,7 @@ def forecast_cache(
     assert models.teacher is not None
     batch = full_batch(plan, settings.micro_batch_size)
     trace = trace_cache(models.teacher, plan.method, batch, settings, models.vocabulary)
-    example, counts = full_batch(plan, plan.task.rows_per_example), asked.counts
+    example, counts = full_batch(plan, plan.task.rows_per_example), requested.counts
     if counts is None and train.epochs is None:
         counts = count_positions(example, train.steps * train.global_batch_size)
     for sharding in shardings(machine):  # the simplest with which the teacher's pass fits, else the last
@@ -192,7 +192,7 @@ def forecast_cache(
         fits=fits,
         bytes_per_token=trace.shard_bytes(positions) / max(1, positions["tokens"]),
         counts=counts,
-        counted=asked.counts is not None,
+        counted=requested.counts is not None,
         bytes=size,
         seconds=None if counts is None else seconds,
         seconds_per_step=0.0 if is_there else seconds / steps,

@@ -102,15 +102,15 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
         if plain.source.runs_here:
             model = teacher().model
             if not plan.models.translates:
-                yield above_chance(plan.models, model, batch)
+                yield check_above_chance(plan.models, model, batch)
         live_teacher = plain.source.build(TeacherRun(plain, data, teacher))
-    dry = term_sizes(plan.method, live_teacher, student, batch, vocabulary=vocabulary)
+    dry = measure_terms(plan.method, live_teacher, student, batch, vocabulary=vocabulary)
     if model is not None and not plan.models.translates:
-        yield own_student(plan, model, batch, dry)
-    yield from dry_step(dry)
+        yield check_own_student(plan, model, batch, dry)
+    yield from report_terms(dry)
 
 
-def above_chance(models: RunModels, teacher: PreTrainedModel, batch: Batch) -> Finding:
+def check_above_chance(models: RunModels, teacher: PreTrainedModel, batch: Batch) -> Finding:
     """Compare the teacher's loss on the labels with that of a guess at random."""
     title = "teacher above chance"
     targets = models.objective.targets
@@ -118,7 +118,7 @@ def above_chance(models: RunModels, teacher: PreTrainedModel, batch: Batch) -> F
         return Finding("ok", title, "not applicable: the teacher predicts no classes or tokens")
     labels = make_sft(causal=models.causal, objective=models.objective)
     with torch.no_grad():
-        sizes = term_sizes(labels, None, teacher, batch, gradients=False)
+        sizes = measure_terms(labels, None, teacher, batch, gradients=False)
     guesses = {"label": ("labels", teacher.config.vocab_size)}
     if targets is not None and targets.num_classes is not None:
         guesses[f"{targets.prefix}label"] = "targets", targets.num_classes(teacher.config, batch)
@@ -132,7 +132,7 @@ def above_chance(models: RunModels, teacher: PreTrainedModel, batch: Batch) -> F
     return Finding("failure" if worse else "ok", title, "; ".join(sentences), remedy if worse else None)
 
 
-def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping[str, TermSize]) -> Finding:
+def check_own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping[str, TermSize]) -> Finding:
     """Check that the terms that compare with the teacher have no gradient if the teacher is its own student.
 
     Their values are zero too, but for a cross-entropy with the teacher's distribution, which is its entropy.
@@ -148,7 +148,7 @@ def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping
     labels = {term.name for term in method.token_terms if term.divergence is None}
     labels |= {term.name for term in method.sequence_terms if not term.needs_teacher}
     student = copy.deepcopy(teacher).requires_grad_(True)
-    sizes = term_sizes(method, tap_teacher(method, teacher), student, batch)
+    sizes = measure_terms(method, tap_teacher(method, teacher), student, batch)
     compared = {name: size for name, size in sizes.items() if name not in labels}
     shares = {name: size.gradient / max(dry[name].gradient, 1e-12) for name, size in compared.items() if name in dry}
     largest = max(shares, key=lambda name: shares[name], default=None)
@@ -162,7 +162,7 @@ def own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: Mapping
     return Finding("failure", title, sentence, f"the term {largest} is wrong for this architecture: please report it")
 
 
-def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
+def report_terms(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
     """Report the value of each term in the first step, and its share of the gradient."""
     total = sum(size.gradient for size in dry.values())
     uneven = uneven_terms({name: size.gradient for name, size in dry.items()})
@@ -180,7 +180,7 @@ def dry_step(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
             yield Finding("ok", f"term {name}", sentence)
 
 
-def term_sizes(
+def measure_terms(
     method: Method,
     teacher: Teacher | None,
     student: PreTrainedModel,

@@ -10,9 +10,9 @@ from typing import Any
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
-from llmdistill.planning.cache_forecast import CacheAsked, CacheForecast, count_positions, forecast_cache, shardings
+from llmdistill.planning.cache_forecast import CacheForecast, CacheRequest, count_positions, forecast_cache, shardings
 from llmdistill.planning.layout import CACHED, PARTS, TEACHERS, Duration, Layout, Sizes, Zero
-from llmdistill.planning.step import between, build_models, full_batch, trace_step
+from llmdistill.planning.step import build_models, full_batch, interpolate, trace_step
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import split_batch
 from llmdistill.training.checks import can_cache
@@ -73,7 +73,7 @@ class LayoutChoice(Layout):
             settings["teacher.sharding"] = self.teacher
         return settings
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Name the choice in a few words."""
         words = [self.ds_config, f"micro batches of {self.micro_batch_size}"]
         words += ["activation checkpointing"] if self.checkpointing else []
@@ -82,7 +82,7 @@ class LayoutChoice(Layout):
 
 
 def make_choices(
-    plan: Plan, machine: MachineConfig, names: Sequence[str] = DS_CONFIGS, cache: CacheAsked | None = None
+    plan: Plan, machine: MachineConfig, names: Sequence[str] = DS_CONFIGS, cache: CacheRequest | None = None
 ) -> list[LayoutChoice]:
     """Return every way to launch a run on a machine, from the configurations of its models alone.
 
@@ -102,7 +102,7 @@ def make_choices(
         teachers = [] if plan.is_cached else [*shardings(machine)]
     cache_trace, forecast = None, None
     if can_cache(plan):
-        cache_trace, forecast = forecast_cache(plan, models, cache or CacheAsked(), sizes, machine)
+        cache_trace, forecast = forecast_cache(plan, models, cache or CacheRequest(), sizes, machine)
         sizes = replace(sizes, cached_head_bytes=cache_trace.head_bytes)
         teachers += [CACHED] if forecast.fits or plan.is_cached else []
     traces = {
@@ -125,7 +125,7 @@ def make_choices(
         for checkpointing, teacher in product((False, True), teachers):
             is_cached = teacher == CACHED
             low, high = traces[checkpointing, is_cached]
-            trace = between(low, high, micro_batch_size)
+            trace = interpolate(low, high, micro_batch_size)
             work = trace.student.plus(trace.teacher)
             read = (
                 cache_trace.row_bytes(count_positions(ends[0][1], micro_batch_size)) if is_cached and cache_trace else 0
@@ -153,7 +153,7 @@ def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None
     """
     fitting = _filter_preferred(choices, micro_batch_size)
     if not fitting:
-        raise UserError(missing(choices))
+        raise UserError(explain_no_fit(choices))
     fastest = min(choice.seconds for choice in fitting)
     alike = [choice for choice in fitting if choice.seconds <= _ALIKE * fastest]
     simplest = list(dict.fromkeys(choice.ds_config for choice in choices))
@@ -186,7 +186,7 @@ def best_of_each(choices: Sequence[LayoutChoice], kind: Callable[[LayoutChoice],
     return [min((choice for choice in choices if kind(choice) == value), key=order) for value in kinds]
 
 
-def missing(choices: Sequence[LayoutChoice]) -> str:
+def explain_no_fit(choices: Sequence[LayoutChoice]) -> str:
     """Explain in one sentence what is missing for the choice that needs least memory."""
     least = min(choices, key=lambda choice: choice.total)
     available = least.machine.memory_bytes
@@ -194,7 +194,7 @@ def missing(choices: Sequence[LayoutChoice]) -> str:
     excess, part_size = (gigabytes(size) for size in (least.total - available, least.memory[part]))
     description, remedy = PARTS[part]
     return (
-        f"--gpu_memory: nothing fits in {gigabytes(available)} GB: {least.described()} needs least, "
+        f"--gpu_memory: nothing fits in {gigabytes(available)} GB: {least.describe()} needs least, "
         f"{gigabytes(least.total)} GB for each rank, {excess} GB too much, of which {description} are {part_size} GB: "
         f"take {remedy}, or more memory"
     )
@@ -205,7 +205,7 @@ def gigabytes(size: float) -> str:
     return "0" if size == 0 else f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
 
 
-def reason(choice: LayoutChoice, choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> str:
+def explain_choice(choice: LayoutChoice, choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> str:
     """Explain in one sentence why a choice is proposed."""
     candidates = _filter_preferred(choices, micro_batch_size)
     available = gigabytes(choice.machine.memory_bytes)

@@ -17,7 +17,7 @@ from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan
 
 
-def estimate(plan: Plan) -> dict[str, float] | None:
+def estimate_cost(plan: Plan) -> dict[str, float] | None:
     """Estimate the cost of the training for sequences of full length; None if train.epochs leaves the steps open.
 
     The student's forward and backward pass cost three forward passes, the teacher's forward pass 2 FLOP per parameter
@@ -32,9 +32,9 @@ def estimate(plan: Plan) -> dict[str, float] | None:
     return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 
 
-def cost(plan: Plan) -> str:
+def describe_cost(plan: Plan) -> str:
     """Describe the estimate of the cost, and the room that the run takes on the disk, in one line."""
-    estimated = estimate(plan)
+    estimated = estimate_cost(plan)
     room = f"up to {byte_size(DiskNeed.of(plan).total)} on the disk"
     if estimated is None:
         return f"known once the training set is read (train.epochs {plan.config.train.epochs}); {room}"
@@ -43,7 +43,7 @@ def cost(plan: Plan) -> str:
     )
 
 
-def describe(plan: Plan) -> dict[str, Any]:
+def describe_plan(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain JSON values."""
     config = {**to_dict(plan.config), "output_dir": str(plan.folder)}
     batch = {
@@ -60,7 +60,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         **plan.models.sizes,
         "batch": batch,
         "terms": dict(plan.method.weights),
-        "estimate": estimate(plan),
+        "estimate": estimate_cost(plan),
         "disk_bytes": DiskNeed.of(plan).total,
         "notes": notes,
         "config": config,
@@ -68,7 +68,9 @@ def describe(plan: Plan) -> dict[str, Any]:
     }
 
 
-def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | None, flags: argparse.Namespace) -> int:
+def show_plans(
+    config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | None, flags: argparse.Namespace
+) -> int:
     """Print what a command would run, and return 1 if a check fails, else 0.
 
     The last of the plans is the run's own; `tasks` is the second stage as plain JSON values, and `flags` are those of
@@ -77,7 +79,11 @@ def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | No
     findings = []
     if not flags.json:
         plan = plans[-1]
-        lines = [about_recipe(flags), headline(plan, "not read (--check reads it)"), f"Cost        {cost(plan)}"]
+        lines = [
+            about_recipe(flags),
+            headline(plan, "not read (--check reads it)"),
+            f"Cost        {describe_cost(plan)}",
+        ]
         if len(plans) > 1:
             lines.append(f"Before      the assistants {', '.join(plan.config.student.assistants)}")
         if plan.config.tasks.names:
@@ -93,9 +99,9 @@ def show(config: RunConfig, plans: Sequence[Plan], tasks: Mapping[str, Any] | No
             if not flags.json:
                 print_finding(finding)
     if flags.json:
-        values = describe(plans[-1])
+        values = describe_plan(plans[-1])
         values["notes"] = [*flags.notes, *values["notes"]]
-        values |= {"assistants": [describe(plan) for plan in plans[:-1]]} if len(plans) > 1 else {}
+        values |= {"assistants": [describe_plan(plan) for plan in plans[:-1]]} if len(plans) > 1 else {}
         values |= {} if tasks is None else {"tasks": tasks}
         values |= {"check": [asdict(finding) for finding in findings]} if flags.check else {}
         print_result(values)

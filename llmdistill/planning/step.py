@@ -178,7 +178,7 @@ def trace_step(
     )
 
 
-def between(low: StepTrace, high: StepTrace, micro_batch_size: int) -> StepTrace:
+def interpolate(low: StepTrace, high: StepTrace, micro_batch_size: int) -> StepTrace:
     """Return the trace of another micro batch: everything that a step keeps or computes grows in proportion to it."""
     if low.micro_batch_size == high.micro_batch_size:
         return low

@@ -26,7 +26,7 @@ from llmdistill.models.forms import saved_form
 from llmdistill.models.gguf import RECORD, origin
 from llmdistill.models.heads import HEADS
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
-from llmdistill.report.pages import rendered
+from llmdistill.report.pages import render
 from llmdistill.report.tables import TitledTable
 from llmdistill.students.counting import build_reference, count_parameters
 from llmdistill.students.hub import NAME
@@ -176,7 +176,7 @@ def write_card(folder: Path, title: str, teacher: TeacherFacts, story: StudentFa
         tokenizer = load_tokenizer(folder)
         prompt = recorded_prompt(tokenizer) or (CHAT if tokenizer.chat_template is not None else None)
     recipe = yaml.safe_dump(dict(story.settings), sort_keys=False, allow_unicode=True) if story.settings else ""
-    body = rendered(
+    body = render(
         "card.md.j2",
         comment=_COMMENT,
         title=title,
@@ -238,7 +238,7 @@ def _render_use(folder: Path, config: PreTrainedConfig, *, onnx: bool = False) -
     _, name = _find_task(folder, config)
     factorized = _is_factorized(config)
     form = saved_form(config)
-    return rendered("card_use.md.j2", heading=USE, name=name, factorized=factorized, form=form, onnx=onnx, place=PLACE)
+    return render("card_use.md.j2", heading=USE, name=name, factorized=factorized, form=form, onnx=onnx, place=PLACE)
 
 
 def _is_factorized(config: PreTrainedConfig) -> bool:

@@ -53,7 +53,7 @@ def comparison_report(folder: Path, comparison: Comparison) -> StudyReport:
     titles_by_checkpoint: dict[str, list[str]] = {}
     for row in comparison.rows:
         if row.checkpoint is not None:
-            text = f"{byte_size(row.checkpoint.size)} of {row.checkpoint.held}"
+            text = f"{byte_size(row.checkpoint.size)} of {row.checkpoint.summary}"
             titles_by_checkpoint.setdefault(text, []).append(row.title)
     context = {
         "comparison": comparison,
@@ -69,7 +69,7 @@ def comparison_report(folder: Path, comparison: Comparison) -> StudyReport:
         },
         "failed": _unique([*failed, *failed_sizes]),
         "sizes": sizes,
-        "held": {", ".join(titles): text for text, titles in titles_by_checkpoint.items()},
+        "checkpoints": {", ".join(titles): text for text, titles in titles_by_checkpoint.items()},
         "several_seeds": any(len(row.ended) > 1 for row in comparison.rows),
         "perplexity": any(row.perplexity is not None for row in comparison.rows),
         "generates": any(row.cost("generation_tokens_per_second") is not None for row in comparison.rows),

@@ -18,10 +18,10 @@ from llmdistill.tasks.perplexity import show_perplexity
 
 def write_page(file: Path, template: str, **values: Any) -> None:
     """Write a page from a template and its variables; page.md.j2 names those of every page with a single table."""
-    write_text(file, rendered(template, **values))
+    write_text(file, render(template, **values))
 
 
-def rendered(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=PackageLoader("llmdistill", "report/templates"),
         autoescape=select_autoescape(enabled_extensions=("html.j2",)),

@@ -37,7 +37,7 @@ class StudyReport:
     where there may be others."""
     table: TitledTable
     left: Collection[int] = (0,)
-    turned: bool = False
+    transposed: bool = False
     """As of `print_table`, like `left`."""
     notes: Sequence[Text] = ()
     """What the terminal shows below the table."""
@@ -63,7 +63,7 @@ class StudyReport:
 
     def print(self, console: Console | None = None) -> None:
         terminal = console or Console()
-        print_table(*self.table, left=self.left, turned=self.turned, console=terminal)
+        print_table(*self.table, left=self.left, transposed=self.transposed, console=terminal)
         for note in self.notes:
             terminal.print(note)
         print_result(self.closing)

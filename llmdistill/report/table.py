@@ -45,7 +45,7 @@ def training_cost(log: Log) -> dict[str, float] | None:
     }
 
 
-def kept_student(record: Mapping[str, Any]) -> str:
+def describe_best(record: Mapping[str, Any]) -> str:
     """Return which student a run with `train.keep_best` kept, from the record of its best validation."""
     return f"of step {record['step']:,}, the best validation ({record['metric']} {record['value']:.4g})"
 
@@ -115,7 +115,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
         "labels": MODELS,
         "has_answers": predictions.is_dir(),
         "warnings": metrics["warnings"],
-        "kept": kept_student(metrics["kept"]) if "kept" in metrics else None,
+        "kept": describe_best(metrics["kept"]) if "kept" in metrics else None,
         "record": metrics["run"],
     }
     for kind in ("md", "html"):

@@ -57,12 +57,12 @@ def print_table(
     rows: Sequence[Sequence[str]],
     *,
     left: Collection[int] = (0,),
-    turned: bool = False,
+    transposed: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print a table; `left`: indices of left-aligned columns, `turned`: rows become columns on a narrow terminal."""
+    """Print a table, `left` its left-aligned columns; `transposed`: rows become columns on a narrow terminal."""
     terminal = console or Console()
-    if turned and _total_width(header, rows) > terminal.width:
+    if transposed and _total_width(header, rows) > terminal.width:
         header, *rows = [list(line) for line in zip(header, *rows, strict=True)]
     # Two characters between columns, as _width counts.
     table = Table(title=title, title_justify="left", box=box.HORIZONTALS, pad_edge=False, padding=(0, 1, 0, 0))
@@ -75,7 +75,7 @@ def print_table(
         # rich would cut cells and words instead.
         header = [textwrap.fill(name, width) for name, width in zip(header, widths, strict=True)]
     for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number in left else "right", no_wrap=number == 0 and not turned)
+        table.add_column(name, justify="left" if number in left else "right", no_wrap=number == 0 and not transposed)
     for row in rows:
         table.add_row(*row)
     terminal.print(table)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import colormaps, rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -43,7 +42,7 @@ class Matrix(NamedTuple):
     """Pairs of a rank and the predicted loss of cutting this matrix alone to it."""
 
     @property
-    def kept(self) -> float:
+    def share(self) -> float:
         """The share of the matrix' parameters that its factors have."""
         if self.rank is None or self.shape is None:
             return 1.0
@@ -57,7 +56,7 @@ def read_weighting(folder: Path) -> dict[str, Any]:
     return {} if record is None else dict(record)
 
 
-def matrices(weighting: Mapping[str, Any]) -> list[Matrix]:
+def read_matrices(weighting: Mapping[str, Any]) -> list[Matrix]:
     """Return the matrices of a weighted student by layer; none if they are not in numbered layers."""
     ranks, spectra = weighting.get("ranks", {}), weighting.get("spectra", {})
     places = {name: re.fullmatch(r"(?:.*?\.)?(\d+)\.(.+)", name) for name in spectra or ranks}
@@ -78,7 +77,7 @@ def matrices(weighting: Mapping[str, Any]) -> list[Matrix]:
 
 def draw_weighting(weighting: Mapping[str, Any]) -> list[Drawing]:
     """Draw the ranks of a weighted student if they differ, and the spectra if they are in the unit of the loss."""
-    decomposed = matrices(weighting)
+    decomposed = read_matrices(weighting)
     drawings = []
     if len({matrix.rank for matrix in decomposed if matrix.rank is not None}) > 1:
         caption = (
@@ -144,11 +143,11 @@ def plot_ranks(decomposed: Sequence[Matrix]) -> Figure:
     dense = []
     for matrix in decomposed:
         line, column = kinds.index(matrix.kind), layers.index(matrix.layer)
-        shares[line, column] = matrix.kept
+        shares[line, column] = matrix.share
         if matrix.rank is None:
             dense.append((column, line))
         elif len(layers) <= _MAX_WRITTEN:
-            color = _LIGHT if matrix.kept > 0.6 else _DARK
+            color = _LIGHT if matrix.share > 0.6 else _DARK
             axes.text(column, line, str(matrix.rank), ha="center", va="center", fontsize=8, color=color)
     axes.pcolormesh(columns, range(len(kinds)), shares, cmap="Blues", vmin=-0.1, vmax=1.1)
     if dense:
@@ -172,9 +171,17 @@ def plot_spectra(decomposed: Sequence[Matrix]) -> Figure:
     colors = {layer: _DEPTHS(0.2 + 0.7 * index / max(len(layers) - 1, 1)) for index, layer in enumerate(layers)}
     figure, panels = panel_grid(kinds, 0.7, 1.5, sharey=True)
     for axes, kind in zip(panels, kinds, strict=True):
-        for matrix in decomposed:
-            if matrix.kind == kind:
-                _draw_spectrum(axes, matrix, colors[matrix.layer])
+        for matrix in (matrix for matrix in decomposed if matrix.kind == kind):
+            # The mean saving of the singular values between two ranks stands over the middle of these ranks.
+            steps = zip(matrix.losses[:-1], matrix.losses[1:], strict=True)
+            points = [((low + high + 1) / 2, (before - after) / (high - low)) for (low, before), (high, after) in steps]
+            points = [(place, saved) for place, saved in points if saved > 0]  # a logarithm needs them positive
+            if not points:
+                continue
+            axes.plot(*zip(*points, strict=True), color=colors[matrix.layer], linewidth=1, alpha=0.75)
+            if matrix.rank is not None:
+                _, nearest = min((abs(place - matrix.rank), (place, saved)) for place, saved in points)
+                axes.plot(*nearest, marker="o", markersize=3.5, color=colors[matrix.layer])
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -186,17 +193,3 @@ def plot_spectra(decomposed: Sequence[Matrix]) -> Figure:
     handles = [Line2D([], [], color=colors[layer], label=f"layer {layer}") for layer in ends]
     figure.legend(handles=handles, loc="outside upper right", ncols=2, fontsize=8)
     return figure
-
-
-def _draw_spectrum(axes: Axes, matrix: Matrix, color: Any) -> None:
-    """Draw the mean saving of the singular values between two ranks, over the middle of these ranks."""
-    steps = zip(matrix.losses[:-1], matrix.losses[1:], strict=True)
-    points = [((low + high + 1) / 2, (before - after) / (high - low)) for (low, before), (high, after) in steps]
-    points = [(place, saved) for place, saved in points if saved > 0]  # a logarithm needs them positive
-    if not points:
-        return
-    axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.75)
-    rank = matrix.rank
-    if rank is not None:
-        nearest = min(points, key=lambda point: abs(point[0] - rank))
-        axes.plot(*nearest, marker="o", markersize=3.5, color=color)

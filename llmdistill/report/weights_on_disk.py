@@ -36,7 +36,7 @@ class Checkpoint:
         return " and ".join(_FORMATS.get(name, name) for name in names)
 
     @property
-    def held(self) -> str:
+    def summary(self) -> str:
         """Why it is as large as it is, such as ``fp32: embeddings and head 50%, factors 48%, others 2%``."""
         total = sum(self.parts.values())
         shares = (f"{name} {size / total:.0%}" for name, size in self.parts.items() if size)

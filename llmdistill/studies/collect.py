@@ -25,7 +25,7 @@ from llmdistill.tasks.base import VALID
 from llmdistill.tasks.words import describe_words
 
 
-def collect(
+def collect_comparison(
     study: MethodStudy, findings: Findings, *, title: str, paper: Mapping[str, Any], command: str
 ) -> Comparison:
     teacher = locate(str(study.recipe.teacher.model))

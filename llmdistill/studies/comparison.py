@@ -24,7 +24,7 @@ from llmdistill.report.trials import run_entries
 from llmdistill.studies.equal import check_starts, equal_size, other_size, size_label, steps_for_equal_tokens
 from llmdistill.studies.launcher import Launcher
 from llmdistill.studies.study import Outcome, PlannedRow, Study
-from llmdistill.studies.trials import Choice, Progress, Result, Trial, make_trial, points
+from llmdistill.studies.trials import Choice, Progress, Result, Trial, grid_points, make_trial
 from llmdistill.studies.variants import Start, Variant
 from llmdistill.tasks.base import VALID
 from llmdistill.tasks.text_windows import text_tests
@@ -77,7 +77,7 @@ class Answers(Trial):
     def values(self) -> dict[str, Any]:
         return dict(self.config)
 
-    def kept(self) -> dict[str, Any] | None:
+    def read_scores(self) -> dict[str, Any] | None:
         return read_provenance(self.output) if self.output.is_file() else None
 
 
@@ -107,7 +107,7 @@ class MethodStudy(Study):
         return [variant for variant in self.variants if variant.method.trains]
 
     def points(self, variant: Variant) -> list[dict[str, Any]]:
-        return points({**self.grid, **variant.grid})
+        return grid_points({**self.grid, **variant.grid})
 
     def final_runs(self) -> int:
         """Return the number of runs after the trials; a variant's only trial is also the first seed's final run."""
@@ -143,6 +143,7 @@ class MethodStudy(Study):
             "seed": self.seeds[0],
             **start.settings,
             **(equal_size(self.recipe, size) if start.name else sizes),
+            # Nothing is chosen at a further size, which takes the settings of the table.
             **self._scored_on(tests=True, valid=size is None),
             "scoring.models": ["teacher", "untrained"] if first else ["untrained"],
         }
@@ -150,7 +151,7 @@ class MethodStudy(Study):
         title = start.title(f"{'teacher and ' if first else ''}untrained student{of_size}")
         make = partial(make_trial, self.folder, self.recipe, start.key("base"), title=title)
         base = make(changes) if size is None else self.base(start)
-        return make({**changes, **self._kept(start, base)})
+        return make({**changes, **self._shared_calibration(start, base)})
 
     def _scored_on(self, *, tests: bool, valid: bool) -> dict[str, Any]:
         """Return the settings of the sets that a run is scored on, by dotted key.
@@ -165,7 +166,7 @@ class MethodStudy(Study):
             "data.valid": data.valid if valid else None,
         }
 
-    def _kept(self, start: Start, base: Trial) -> dict[str, Any]:
+    def _shared_calibration(self, start: Start, base: Trial) -> dict[str, Any]:
         """Return the setting with which all sizes of a start share a calibration, by dotted key."""
         given = self.recipe.student.factorize.calibration.folder
         needed = bool(self.sizes) if given is None else bool(start.name)  # a given folder holds one calibration
@@ -258,7 +259,7 @@ class MethodStudy(Study):
                     raise UserError(f"{who} could not be scored: {base.error}")
             error = None
             if any(variant.method.teacher_writes for variant in trained):
-                if self.answers.kept() is None:
+                if self.answers.read_scores() is None:
                     say("The teacher answers the training prompts for SeqKD ...")
                 with Progress() as silent:
                     (answers,) = self.launcher.undivided.run([self.answers], silent)
@@ -300,7 +301,7 @@ class MethodStudy(Study):
         if any(start.name for start in self.starts):
             check_starts(self.recipe.student)
         for variant in self.trained():
-            for point in points(variant.grid):
+            for point in grid_points(variant.grid):
                 self._plan(variant, point)
         for start in self.starts:
             for size in (None, *self.sizes):
@@ -316,7 +317,7 @@ class MethodStudy(Study):
         return make_plan(make_trial(self.folder, self.recipe, variant.key, changes).config)
 
     def _check_text(self, chooses: bool) -> None:
-        """Check what is only asked of a comparison on text; `chooses`: whether there are settings to choose."""
+        """Check what only a comparison on text needs; `chooses`: whether there are settings to choose."""
         data = self.recipe.data
         teacher = str(self.recipe.teacher.model)
         config = load_config(locate(teacher))

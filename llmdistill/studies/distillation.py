@@ -37,8 +37,8 @@ def distill_plans(
     *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
     searching = find_searching_method(last.config)
     # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
-    alone = not assistants and then is None and searching is None
-    with claim_folder(last.asked, may_go_on=alone):
+    is_only_run = not assistants and then is None and searching is None
+    with claim_folder(last.asked, may_go_on=is_only_run):
         # A chain and no study: each assistant is the next one's teacher, and nothing is chosen among them.
         for plan in assistants:
             print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}")

@@ -26,7 +26,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.launch import free_port
-from llmdistill.studies.trials import Progress, Result, Trial, ended_result, kept_result
+from llmdistill.studies.trials import Progress, Result, Trial, ended_result, finished_result
 
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 60.0
@@ -51,9 +51,9 @@ class InProcess:
         return [self._run(trial, shown) for trial in trials]
 
     def _run(self, trial: Trial, progress: Progress) -> Result:
-        kept = on_main(lambda: kept_result(trial))
-        if kept is not None:
-            return progress.end(kept, kept=True)
+        earlier = on_main(lambda: finished_result(trial))
+        if earlier is not None:
+            return progress.end(earlier, earlier=True)
         progress.start(trial)
         began, reason = time.perf_counter(), None
         try:
@@ -96,7 +96,7 @@ class Launcher:
 
     def command_of(self, trial: Trial, flags: Sequence[str] | None = None) -> list[str]:
         """Return the command that runs a trial."""
-        return [sys.executable, "-m", *trial.entry] if trial.alone else self.command(*trial.entry, flags=flags)
+        return [sys.executable, "-m", *trial.entry] if trial.has_launchers else self.command(*trial.entry, flags=flags)
 
     @property
     def undivided(self) -> Launcher:
@@ -109,6 +109,7 @@ class Launcher:
 
     def run(self, trials: Sequence[Trial], progress: Progress | None = None) -> list[Result]:
         """Run the trials that are not finished and return the results of all trials in order."""
+        # Trials are taken from the end of the list.
         slots, waiting, shown = self._slots(), list(trials)[::-1], progress or Progress()
         running: list[_Running] = []
         results: dict[Path, Result] = {}
@@ -117,9 +118,9 @@ class Launcher:
             while waiting or running:
                 while waiting and slots:
                     trial = waiting.pop()
-                    kept = kept_result(trial)
-                    if kept is not None:
-                        results[trial.folder] = shown.end(kept, kept=True)
+                    earlier = finished_result(trial)
+                    if earlier is not None:
+                        results[trial.folder] = shown.end(earlier, earlier=True)
                         continue
                     shown.start(trial)
                     running.append(self._start(trial, slots.pop(0)))
@@ -183,6 +184,7 @@ def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subpro
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **more},
+            # A group of its own: Ctrl-C reaches the study alone, which then ends launcher and ranks together.
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )

@@ -30,8 +30,8 @@ from llmdistill.training.plan import Plan, make_plan
 class LayerTrial(Trial):
     """A run of one layer, whose score is the validation loss after its last step."""
 
-    def kept(self) -> dict[str, Any] | None:
-        metrics = super().kept()
+    def read_scores(self) -> dict[str, Any] | None:
+        metrics = super().read_scores()
         return metrics and {**metrics, "valid_loss": read_metrics_log(self.folder)[-1]["valid_loss"]}
 
 
@@ -81,6 +81,7 @@ class LayerSearch(Study):
         student = config.student.made_otherwise(model=str(part / "distil" / "student"))
 
         def trial(title: str, base: RunConfig, method: str, steps: int, name: str) -> Trial:
+            # The run's own warm-up may be longer than these few steps.
             warmup = min(config.train.warmup_steps, steps // 10)
             train = replace(
                 config.train, steps=steps, warmup_steps=warmup, save_every=steps, validate_every=steps, keep_best=None

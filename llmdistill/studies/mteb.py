@@ -39,7 +39,7 @@ def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
         {(name, task): {**of_task, **own[name]} for name in models.paths for task, of_task in of_tasks.items()}
     )
     by_name = {task.name: task for task in tasks}
-    for task in dict.fromkeys(task for (_, task), trial in trials.items() if trial.kept() is None):
+    for task in dict.fromkeys(task for (_, task), trial in trials.items() if trial.read_scores() is None):
         by_name[task].check_data()
     loaded: dict[str, tuple[int, SentenceEncoder]] = {}
 
@@ -73,7 +73,7 @@ def _score(config: MtebConfig, models: ComparedModels) -> ModelScores:
     return ModelScores(results={"models": entries}, details=details)
 
 
-def table(results: Mapping[str, Any]) -> TitledTable:
+def make_table(results: Mapping[str, Any]) -> TitledTable:
     """Return a row for each model: the mean of the tasks, and each task by its main score."""
     models = results["models"]
     tasks = next(iter(models.values()))["tasks"]
@@ -93,10 +93,10 @@ def table(results: Mapping[str, Any]) -> TitledTable:
 SUITE = ModelSuite(
     name="mteb",
     title="MTEB",
-    asked=("tasks", "benchmark", "languages", "max_length"),
+    settings=("tasks", "benchmark", "languages", "max_length"),
     values=lambda names, results: {(names[1], results["metric"]): results["score"]},
     score=_score,
-    table=table,
+    table=make_table,
     template="mteb",
     closing="The scores of each model on each task are in a folder of its name, and all of them in results.json.",
 )

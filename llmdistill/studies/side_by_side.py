@@ -43,20 +43,21 @@ class ModelTrial(Trial):
 
     file: Path = field(kw_only=True)
     """The file that keeps the scores."""
-    asked: Mapping[str, Any] = field(kw_only=True)
+    depends_on: Mapping[str, Any] = field(kw_only=True)
+    """What the scores depend on; they are computed again if it has changed."""
 
     @property
     def folder(self) -> Path:
         return self.file.parent
 
     def values(self) -> dict[str, Any]:
-        return dict(self.asked)
+        return dict(self.depends_on)
 
-    def kept(self) -> dict[str, Any] | None:
-        return read_result(self.file, self.asked)
+    def read_scores(self) -> dict[str, Any] | None:
+        return read_result(self.file, self.depends_on)
 
-    def keep(self, scores: Mapping[str, Any]) -> None:
-        write_result(self.file, self.asked, scores)
+    def save(self, scores: Mapping[str, Any]) -> None:
+        write_result(self.file, self.depends_on, scores)
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ class JointTrial(Trial):
     def values(self) -> dict[str, Any]:
         return {}
 
-    def kept(self) -> None:
+    def read_scores(self) -> None:
         return None
 
-    def left(self) -> dict[str, Any] | None:
+    def read_new_scores(self) -> dict[str, Any] | None:
         return self.measured or None
 
-    def took(self, seconds: float) -> float:
+    def add_seconds(self, seconds: float) -> float:
         return seconds
 
 
@@ -119,11 +120,12 @@ class ComparedModels(Study):
     def load(self, name: str, head: HeadName) -> PreTrainedModel:
         return load_model(self.paths[name], dtype=TORCH_DTYPES[self.dtype], device=self.device, head=head)
 
-    def trials(self, asked: Mapping[tuple[str, ...], Mapping[str, Any]]) -> dict[tuple[str, ...], ModelTrial]:
+    def trials(self, depends_on: Mapping[tuple[str, ...], Mapping[str, Any]]) -> dict[tuple[str, ...], ModelTrial]:
         """Return the scoring of each model, or of each model on each task, by their names.
 
-        The scores depend on the model and on what is `asked`, by the same names.
+        The scores depend on the model and `depends_on`, by the same names.
         """
+        # A run that has gone on leaves another student in the same folder.
         contents = {name: fingerprint(str(path)) for name, path in self.paths.items()}
         return {
             names: ModelTrial(
@@ -132,9 +134,9 @@ class ComparedModels(Study):
                 0,
                 names,
                 file=self.folder.joinpath(*map(file_name, names), RESULT_FILE),
-                asked={**of_trial, "content of model": contents[names[0]]},
+                depends_on={**of_trial, "content of model": contents[names[0]]},
             )
-            for names, of_trial in asked.items()
+            for names, of_trial in depends_on.items()
         }
 
     def score_all(
@@ -144,7 +146,7 @@ class ComparedModels(Study):
 
         `score` gets the names of the trial. Raises UserError, after the other trials, if one fails.
         """
-        runner = InProcess(lambda names: trials[names].keep(score(*names)))
+        runner = InProcess(lambda names: trials[names].save(score(*names)))
         rows = [PlannedRow(key=names, name=names[0], trials=[trial]) for names, trial in trials.items()]
         outcomes = self.run(rows, runner)
         for result in (outcome.first for outcome in outcomes.values()):
@@ -172,7 +174,7 @@ class ComparedModels(Study):
         self,
         score: Callable[[str, PreTrainedModel], Mapping[str, Any]],
         *,
-        asked: Mapping[str, Any],
+        depends_on: Mapping[str, Any],
         on: str,
         head: HeadName,
         check: Callable[[], object] = lambda: None,
@@ -181,8 +183,8 @@ class ComparedModels(Study):
 
         `check` is called before the first model is loaded, unless all scores are kept.
         """
-        trials = self.trials({(name,): asked for name in self.paths})
-        if any(trial.kept() is None for trial in trials.values()):
+        trials = self.trials({(name,): depends_on for name in self.paths})
+        if any(trial.read_scores() is None for trial in trials.values()):
             check()
 
         def of_model(name: str) -> dict[str, Any]:
@@ -207,12 +209,13 @@ class ModelSuite:
 
     name: str
     title: str
-    asked: Sequence[str]
+    settings: Sequence[str]
+    """The settings of the command that results.json repeats."""
     values: Values
     score: Callable[[Any, ComparedModels], ModelScores]
     """Checks the settings before a model is loaded, and scores the models; raises UserError for a mistake."""
     table: Callable[[Mapping[str, Any]], TitledTable]
-    turned: bool = True
+    transposed: bool = True
     """Whether rows become columns on a narrow terminal."""
     note: str = ""
     """What the report says after the title of the table."""
@@ -231,7 +234,7 @@ class ModelSuite:
         )
         scores = self.score(config, models)
         results = {
-            **{key: getattr(config, key) for key in self.asked},
+            **{key: getattr(config, key) for key in self.settings},
             "dtype": models.dtype,
             **scores.results,
             "run": make_record(command, world.size),
@@ -256,7 +259,7 @@ class ModelSuite:
             drawings=scores.drawings,
             plots=None,
             table=table,
-            turned=self.turned,
+            transposed=self.transposed,
             notes=[Text(f"Warning: {warning}") for warning in warnings],
             closing=f"The report is {models.folder}/report.md.",
         )

@@ -105,7 +105,7 @@ def _encoded(
     return [*islice(cycle(batches), config.warmup), *batches]
 
 
-def table(results: Mapping[str, Any]) -> TitledTable:
+def make_table(results: Mapping[str, Any]) -> TitledTable:
     """Return a row for each model: the parameters, the seconds of all batches, and those of a training step."""
     trains = "step" in next(iter(results["models"].values()))
     header = ["", "Emd", "Trm", f"{results['batches']} batches", "speed-up", "tokens/s"]
@@ -132,12 +132,12 @@ def table(results: Mapping[str, Any]) -> TitledTable:
 SUITE = ModelSuite(
     name="speed",
     title="Speed",
-    asked=("batches", "batch_size", "max_length", "task", "warmup"),
+    settings=("batches", "batch_size", "max_length", "task", "warmup"),
     values=lambda _, results: {
         (kind, key): results[kind][key] for kind in ("forward", "step") if kind in results for key in results[kind]
     },
     score=_score,
-    table=table,
+    table=make_table,
     note=" Parameters of the token embedding (Emd) and of the layers (Trm).",
     closing="All figures are in results.json.",
 )

@@ -132,7 +132,9 @@ class Study:
                     error=result.error,
                 )
                 self.ended[name, trial.folder] = trial, row
-        trials, rows = zip(*self.ended.values(), strict=True) if self.ended else ((), ())
+        if not self.ended:
+            return
+        trials, rows = zip(*self.ended.values(), strict=True)
         configs = settings_that_differ(trials)
         on_main(
             lambda: write_trials(

@@ -55,16 +55,16 @@ class Trial:
         """The file with the output of the run."""
         return self.recipe.with_suffix(".log")
 
-    def kept(self) -> dict[str, Any] | None:
+    def read_scores(self) -> dict[str, Any] | None:
         """Return the scores of an earlier process; None if some are missing, UserError if the folder is another's."""
         return finished_metrics(self.config)
 
-    def left(self) -> dict[str, Any] | None:
+    def read_new_scores(self) -> dict[str, Any] | None:
         """Return the scores of the process that has just ended, None if it left none."""
-        return self.kept()
+        return self.read_scores()
 
     @property
-    def alone(self) -> bool:
+    def has_launchers(self) -> bool:
         """Whether its process needs no launcher, because what it runs has launchers of its own."""
         return False
 
@@ -89,7 +89,7 @@ class Trial:
         record = read_record(self.folder / "seconds.json", remedy="remove the file", keys={"seconds": float})
         return None if record is None else float(record["seconds"])
 
-    def took(self, seconds: float) -> float:
+    def add_seconds(self, seconds: float) -> float:
         """Keep the duration of a start that has just ended, and return that of all starts."""
         total = seconds + (self.seconds() or 0.0)
         write_json(self.folder / "seconds.json", {"seconds": total})
@@ -105,10 +105,10 @@ class Result:
     """As `Trial.seconds`."""
 
 
-def kept_result(trial: Trial) -> Result | None:
+def finished_result(trial: Trial) -> Result | None:
     """Return the result of a finished trial, an error if its folder belongs to another run, else None."""
     try:
-        metrics = trial.kept()
+        metrics = trial.read_scores()
     except UserError as error:
         return Result(trial, None, str(error))
     return None if metrics is None else Result(trial, metrics, None, trial.seconds())
@@ -119,12 +119,12 @@ def ended_result(trial: Trial, error: str | None, seconds: float) -> Result:
     if error is not None:
         return Result(trial, None, error)
     try:
-        metrics = trial.left()
+        metrics = trial.read_new_scores()
     except UserError as damage:
         return Result(trial, None, str(damage))
     if metrics is None:
         return Result(trial, None, f"it ended without its scores; see {trial.log}")
-    return Result(trial, metrics, None, trial.took(seconds))
+    return Result(trial, metrics, None, trial.add_seconds(seconds))
 
 
 class Progress:
@@ -157,14 +157,14 @@ class Progress:
         trained = (trial.folder / "student" / "config.json").is_file()
         self._print(f"{head}{': its student is trained already, and is scored' if trained else ''} ...")
 
-    def end(self, result: Result, *, kept: bool = False) -> Result:
-        """Print the result of a trial and return it; `kept`: the trial was not started again."""
+    def end(self, result: Result, *, earlier: bool = False) -> Result:
+        """Print the result of a trial and return it; `earlier`: it is that of an earlier process."""
         _, head = self._running.pop(result.trial.folder, None) or (None, self._next(result.trial))
-        self._activity.advance(earlier=kept)
+        self._activity.advance(earlier=earlier)
         if result.metrics is None:
             self._print(f"{head}: FAILED: {result.error}")
         else:
-            self._print(f"{head}: {self._describe(result.metrics)}{' (kept)' if kept else ''}")
+            self._print(f"{head}: {self._describe(result.metrics)}{' (kept)' if earlier else ''}")
         self._then(result)
         return result
 
@@ -257,7 +257,7 @@ def _by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any
     return flat
 
 
-def points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def grid_points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Return every combination of a grid's values, by dotted key; the values of the last key change first."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 

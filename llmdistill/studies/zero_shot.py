@@ -15,25 +15,27 @@ from llmdistill.report.tables import TitledTable
 from llmdistill.studies.side_by_side import ComparedModels, ModelScores, ModelSuite
 from llmdistill.tasks.zero_shot import find_zero_shot, is_share, main_metric, score_zero_shot
 
-_ASKED = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
+_SETTINGS = ("tasks", "task_dir", "num_fewshot", "limit", "max_length", "dtype")
 
 
 def _score(config: ZeroShotConfig, models: ComparedModels) -> ModelScores:
     models.check_kind(causal=True, reason="the tasks of the harness need a decoder")
     tasks = find_zero_shot(config.tasks, config.task_dir, num_fewshot=config.num_fewshot, limit=config.limit)
-    asked = {key: getattr(config, key) for key in _ASKED} | {"dtype": models.dtype}
+    depends_on = {key: getattr(config, key) for key in _SETTINGS} | {"dtype": models.dtype}
     if config.task_dir is not None:
-        asked["content of task_dir"] = fingerprint(config.task_dir)
+        depends_on["content of task_dir"] = fingerprint(config.task_dir)
 
     def score(name: str, model: PreTrainedModel) -> dict[str, Any]:
         tokenizer, batch_size, max_length = load_tokenizer(models.paths[name]), config.batch_size, config.max_length
         return {"tasks": score_zero_shot(model, tokenizer, tasks, batch_size=batch_size, max_length=max_length)}
 
     on, check = ", ".join(tasks.names), tasks.check_data
-    return ModelScores(results={"models": models.score_each(score, asked=asked, on=on, head="lm_head", check=check)})
+    return ModelScores(
+        results={"models": models.score_each(score, depends_on=depends_on, on=on, head="lm_head", check=check)}
+    )
 
 
-def table(results: Mapping[str, Any]) -> TitledTable:
+def make_table(results: Mapping[str, Any]) -> TitledTable:
     """Return a row for each model: each task by its main metric, and the mean of those that are shares."""
     models = results["models"]
     tasks = {name: main_metric(task["metrics"]) for name, task in next(iter(models.values()))["tasks"].items()}
@@ -61,11 +63,11 @@ def table(results: Mapping[str, Any]) -> TitledTable:
 SUITE = ModelSuite(
     name="zero_shot",
     title="Zero-shot tasks",
-    asked=_ASKED,
+    settings=_SETTINGS,
     values=lambda _, results: {
         (name, metric): value for name, task in results["tasks"].items() for metric, value in task["metrics"].items()
     },
     score=_score,
-    table=table,
+    table=make_table,
     template="zero_shot",
 )

@@ -18,7 +18,7 @@ from llmdistill.methods.sft import make_sft
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import folder_damage, load_model
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.report.table import execution_record, finish_report, kept_student, with_loss
+from llmdistill.report.table import describe_best, execution_record, finish_report, with_loss
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World, exists_on_main, on_main
@@ -220,7 +220,7 @@ def _training(
     if best is None:
         assemble.student_saver(plan, untrained, trainer.engine)(trained)
     else:
-        print_main(f"Student     {kept_student(best.move_to(trained))}")
+        print_main(f"Student     {describe_best(best.move_to(trained))}")
     trainer.engine.destroy()
 
 

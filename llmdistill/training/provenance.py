@@ -21,7 +21,7 @@ from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
 from llmdistill.report.card import StudentFacts, TeacherFacts, without_paths, write_card
 from llmdistill.report.record import describe_versions, make_record
-from llmdistill.report.table import kept_student, model_table
+from llmdistill.report.table import describe_best, model_table
 from llmdistill.students.counting import build_reference, count_parameters
 from llmdistill.tasks.base import ScoreTable
 from llmdistill.training.inputs import Model, save_with_tokenizer
@@ -56,7 +56,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
             ("Start of the student", str(plan.models.sizes["method"])),
             ("Data", f"{data_name}, {data_report.rstrip('.')}"),
             ("Steps", f"{train.steps:,} of {train.global_batch_size} sequences"),
-            *([("Kept", f"the student {kept_student(metrics['kept'])}")] if "kept" in metrics else []),
+            *([("Kept", f"the student {describe_best(metrics['kept'])}")] if "kept" in metrics else []),
             ("Seed", str(config.seed)),
             ("Command", record["command"]),
             ("Hardware", record["hardware"]),

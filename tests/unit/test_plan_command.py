@@ -13,7 +13,7 @@ from llmdistill.commands.plan import machine_of, notes, resolve
 from llmdistill.config.command_line import parse_run
 from llmdistill.config.machine import GPUS, MachineConfig, find_gpu
 from llmdistill.methods import METHODS
-from llmdistill.planning.step import between, build_models, full_batch, trace_step
+from llmdistill.planning.step import build_models, full_batch, interpolate, trace_step
 from llmdistill.runtime.launch import split_launcher_flags
 from llmdistill.students.counting import build_reference, count_parameters
 
@@ -240,7 +240,7 @@ def test_micro_batches_between_two_traces(run):
     assert count_parameters(models.student) == pytest.approx(plan.models.sizes["student_params"], rel=0.01)
     assert count_parameters(models.teacher) == count_parameters(build_reference(plan.models.teacher))
     traces = {size: trace_step(models, full_batch(plan, size), checkpointing=False) for size in (1, 3, 5)}
-    found = between(traces[1], traces[5], 3)
+    found = interpolate(traces[1], traces[5], 3)
     peaks = [max(sum(moment.live.values()) for moment in trace.moments) for trace in (found, traces[3])]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
     assert found.student.flops == pytest.approx(traces[3].student.flops, rel=1e-6)

@@ -81,7 +81,7 @@ def tuned_entries(results: Mapping[str, Any]) -> dict[str, ModelEntry]:
     return entries
 
 
-def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def compute_averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return each paper's average and the plain average, for the model and for the teacher if there is one."""
     columns = dev_columns(tasks.values())
     means = {column: {key: value["mean"] for key, value in metrics.items()} for column, metrics in columns.items()}
@@ -169,6 +169,6 @@ def fine_tuning_report(folder: Path, results: Mapping[str, Any]) -> StudyReport:
             "record": results["run"],
         },
         table=table,
-        turned=True,
+        transposed=True,
         closing=f"The report is {folder / 'report.md'}, all figures are in {folder / 'results.json'}.",
     )

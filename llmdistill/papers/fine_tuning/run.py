@@ -22,7 +22,7 @@ from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.heads import HeadName
 from llmdistill.models.load import load_model
 from llmdistill.papers.fine_tuning.protocols import BEST, short_names, teacher_of
-from llmdistill.papers.fine_tuning.results import averages, fine_tuning_report
+from llmdistill.papers.fine_tuning.results import compute_averages, fine_tuning_report
 from llmdistill.papers.fine_tuning.task_study import TaskStudy
 from llmdistill.report.record import describe_hardware, make_record
 from llmdistill.runtime.distributed import World, on_main, process_group
@@ -105,7 +105,7 @@ def fine_tune(
         "speed": sizes.get("speed"),
         "speed_asked": sizes["asked"] if "speed" in sizes else None,
         "tasks": tasks,
-        "averages": averages(tasks),
+        "averages": compute_averages(tasks),
         "warnings": [warning for task in tasks.values() for warning in task["warnings"]],
         "run": make_record(command, world.size),
     }
@@ -126,20 +126,20 @@ class FineTuning(Trial):
     """As of `run`."""
 
     @property
-    def alone(self) -> bool:
+    def has_launchers(self) -> bool:
         return bool(self.config.trials_at_once > 1)
 
     def values(self) -> dict[str, Any]:
         values = asdict(self.config)
         return {**values, **values.pop("method_settings"), "launcher_flags": list(self.launcher_flags)}
 
-    def kept(self) -> None:
+    def read_scores(self) -> None:
         return None
 
-    def left(self) -> dict[str, Any] | None:
+    def read_new_scores(self) -> dict[str, Any] | None:
         return read_record(self.folder / "results.json", remedy="remove it")
 
-    def took(self, seconds: float) -> float:
+    def add_seconds(self, seconds: float) -> float:
         return seconds  # its trials keep theirs
 
 

@@ -50,8 +50,8 @@ from llmdistill.studies.trials import (
     Result,
     Trial,
     changed_values,
+    grid_points,
     may_be_best,
-    points,
     trial_title,
 )
 from llmdistill.tasks.base import ScoredModel
@@ -113,7 +113,7 @@ class TaskStudy(Study):
         }
         sections = {name: part for name, part in config.method_settings.items() if name in methods}
         trials = []
-        for settings, seed in product(points(self.protocol.grid), self.protocol.seeds):
+        for settings, seed in product(grid_points(self.protocol.grid), self.protocol.seeds):
             rate, epochs = settings.values()
             run = self._run(f"lr-{rate:g}-epochs-{epochs}-seed-{seed}", seed, "student", sections)
             run = build(changed_values(run, {**settings, **changes, **config.run_settings}), RunConfig, METHODS)
@@ -166,7 +166,17 @@ class TaskStudy(Study):
             if scored.metrics is None:
                 raise UserError(str(scored.error))
             teacher, warnings = {"path": self.teacher, **scored.metrics["teacher"]}, scored.metrics["warnings"]
-        with self._progress(len(trials)) as shown:
+        ended: list[Result] = []
+
+        def remove_lost_models(result: Result) -> None:
+            """Remove the models that can no longer be the best, so that a grid needs room for few of them."""
+            ended.append(result)
+            leaders = {leader.trial.folder for leader in may_be_best(ended, self.merit, len(self.protocol.seeds))}
+            for folder in {result.trial.folder for result in ended} - leaders:
+                if not self.config.keep_models:
+                    shutil.rmtree(folder / "student", ignore_errors=True)
+
+        with Progress(len(trials), self.describe, remove_lost_models) as shown:
             outcome = self.run([PlannedRow(key="student", trials=trials)], runner, shown)["student"]
         failures = [f"{self.task}: {result.trial.folder.name} failed: {result.error}" for result in outcome.failed]
         choice = outcome.choice
@@ -187,19 +197,6 @@ class TaskStudy(Study):
             "tsne": tsne,
             "warnings": [*warnings, *failures],
         }
-
-    def _progress(self, total: int) -> Progress:
-        """Return what prints the scores of the trials, and removes models that can no longer be the best."""
-        ended: list[Result] = []
-
-        def drop(result: Result) -> None:
-            ended.append(result)
-            leaders = {result.trial.folder for result in may_be_best(ended, self.merit, len(self.protocol.seeds))}
-            for folder in {result.trial.folder for result in ended} - leaders:
-                if not self.config.keep_models:
-                    shutil.rmtree(folder / "student", ignore_errors=True)
-
-        return Progress(total, self.describe, drop)
 
     def _keep(self, choice: Choice, data: BenchmarkData, runner: Runner) -> None:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""

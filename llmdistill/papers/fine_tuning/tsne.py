@@ -81,7 +81,7 @@ def draw(
         points = embed(features)
         apart = float(silhouette_score(features, targets)) if classes and len(np.unique(targets)) > 1 else None
         drawn[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
-        note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"
+        note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"  # + 0.0 takes the sign off -0.0
         clouds.append(Panel(title, f"layer {number}{note}", points))
     save_plot(plot_clusters(clouds, targets, classes), folder, name)
     return _summary(write_result(file, asked, {"rows": rows, "targets": targets.tolist(), "models": drawn}))

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer, BertModel, DistilBertForMaske
 import llmdistill
 from llmdistill.artifacts import read_record
 from llmdistill.cli import main
-from llmdistill.papers.conll import Sentence, draw_spans, located, read_sentences
+from llmdistill.papers.conll import Sentence, draw_spans, locate_spans, read_sentences
 from llmdistill.papers.span_clusters import NOT_READ, cluster_score, encode_sentences
 from llmdistill.studies.launcher import Launcher
 from llmdistill.studies.trials import Result
@@ -122,7 +122,7 @@ def test_models_stand_side_by_side(teacher, data, tmp_path, capsys, monkeypatch)
     assert results.items() >= read_record(out / "results.json", remedy="").items()
     assert [len(model["nmi"]) for model in results["models"].values()] == [3, 3, 2]
     sentences = read_sentences(data)
-    spans = located(sentences)
+    spans = locate_spans(sentences)
     for name, path in (("teacher", teacher), ("student", student), ("small", small)):
         for number, seed in enumerate((3, 5)):
             drawn = draw_spans(spans, chunks=40, unlabeled=10, seed=seed)

@@ -11,7 +11,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.methods import METHODS
 from llmdistill.methods import layers as method_layers
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.planning.checkup import TermSize, check_run, dry_step
+from llmdistill.planning.checkup import TermSize, check_run, report_terms
 
 SHORT = ("--ds_config", "zero2", "--train.global_batch_size", "4", "--student.factorize.rank", "6")
 
@@ -57,7 +57,7 @@ def test_teacher_that_knows_nothing_and_term_that_does_not_vanish_for_the_same_m
 
 def test_what_is_said_of_terms():
     dry = {"good": TermSize(2.0, 3.0), "dead": TermSize(1.0, 0.0), "broken": TermSize(float("nan"), 1.0)}
-    found = {each.what: each for each in dry_step(dry)}
+    found = {each.what: each for each in report_terms(dry)}
     assert found["term good"].said == "2, 75.0% of the gradient"
     assert (found["term dead"].state, found["term broken"].state) == ("warning", "failure")
     assert "weight 0" in str(found["term dead"].remedy)

@@ -14,7 +14,7 @@ from llmdistill.report.results import TABLE_SIZE, Comparison, ComparisonRow, Unt
 from llmdistill.report.score import PERPLEXITY, ROUGE_L
 from llmdistill.report.tables import Spread
 from llmdistill.report.trials import TrialRow, entry_of
-from llmdistill.report.weighting import draw_predictions, draw_weighting, matrices, plot_ranks, plot_spectra
+from llmdistill.report.weighting import draw_predictions, draw_weighting, plot_ranks, plot_spectra, read_matrices
 
 
 def curve(values, steps=None):
@@ -132,9 +132,9 @@ def weighting(**changes):
 
 
 def test_matrices_have_layer_kind_rank_and_what_is_kept():
-    found = matrices(weighting())
+    found = read_matrices(weighting())
     assert [(each.layer, each.kind, each.rank) for each in found] == [(1, "k", 2), (2, "k", None), (1, "up", 1)]
-    assert [each.kept for each in found] == pytest.approx([2 * 16 / 48, 1.0, 16 / 48])
+    assert [each.share for each in found] == pytest.approx([2 * 16 / 48, 1.0, 16 / 48])
     # In the plot a dense matrix has a cross.
     axes = plot_ranks(found).axes[0]
     assert {(*text.get_position(), text.get_text()) for text in axes.texts} == {(0, 0, "2"), (0, 1, "1")}
@@ -147,7 +147,7 @@ def test_matrices_have_layer_kind_rank_and_what_is_kept():
 
 
 def test_spectra_are_the_savings_of_single_values_with_a_dot_at_the_rank():
-    panels = plot_spectra(matrices(weighting())).axes
+    panels = plot_spectra(read_matrices(weighting())).axes
     assert [panel.get_title(loc="left") for panel in panels] == ["k", "up"]
     first, dot, second = panels[0].lines
     assert list(first.get_xdata()) == [1, 2, 3]

@@ -125,6 +125,6 @@ def test_eight_prompts_have_the_answers_of_all_models_side_by_side(tmp_path, met
 def test_a_table_too_wide_is_turned(width):
     out, rows = io.StringIO(), [["teacher", "one", "70.1"], ["student of it", "two", "9.5"]]
     header = ["model", "stage", "RTE accuracy"]
-    print_table("A title", header, rows, console=Console(file=out, width=width), turned=True)
+    print_table("A title", header, rows, console=Console(file=out, width=width), transposed=True)
     lines = [line.strip() for line in out.getvalue().splitlines()]
     assert any(line.startswith("RTE") and line.endswith("9.5") for line in lines) == (width == 28), lines

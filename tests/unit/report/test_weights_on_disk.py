@@ -63,7 +63,7 @@ def test_factors_and_their_format(tmp_path, method: str, settings: FactorizeConf
     pivots = {"I64": sum(each.numel() for each in orders)} if settings.form == "pivoted" else {}
     assert found.formats == {"BF16": model.num_parameters(), **pivots}
     shares = ", ".join(f"{name} {size / whole:.0%}" for name, size in found.parts.items())
-    assert found.held == f"bf16{' and int64' if pivots else ''}: {shares}"
+    assert found.summary == f"bf16{' and int64' if pivots else ''}: {shares}"
 
 
 def test_several_files_and_formats(tmp_path) -> None:

@@ -146,7 +146,7 @@ def test_a_running_trial_is_shown_by_its_last_line_that_says_something(tmp_path,
 
 
 class Alone(Trial):
-    alone = True
+    has_launchers = True
 
 
 def test_what_has_launchers_of_its_own_gets_none(monkeypatch, trials):

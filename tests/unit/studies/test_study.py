@@ -12,7 +12,7 @@ from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.report.comparison import comparison_report
 from llmdistill.report.trials import read_trials
-from llmdistill.studies.collect import collect
+from llmdistill.studies.collect import collect_comparison
 from llmdistill.studies.comparison import MethodStudy
 from llmdistill.studies.launcher import InProcess, Launcher
 from llmdistill.studies.variants import from_starts, load_methods, load_starts
@@ -90,7 +90,7 @@ def make_study(root, launcher, *arguments, methods=COMPARED, sizes=(), starts=()
 
 def reported(study, findings):
     """The results of the report, and the bytes of results.json."""
-    comparison = collect(study, findings, title="t", paper={}, command="c")
+    comparison = collect_comparison(study, findings, title="t", paper={}, command="c")
     results = comparison_report(study.folder, comparison).write()
     return results, (study.folder / "results.json").read_bytes()
 
@@ -165,7 +165,7 @@ def test_sizes_train_the_chosen_settings_once_more(tmp_path):
     findings = study.conduct()
     sizes = [sizes_of(config)[2:] for config in study.launcher.ran if config.method == "none"]
     assert sizes == [(None, "34%"), (18, None), (None, "60%")]
-    comparison = collect(study, findings, title="t", paper={}, command="c")
+    comparison = collect_comparison(study, findings, title="t", paper={}, command="c")
     points = {(point.label, point.name) for point in comparison.sizes}
     assert points == set(product(("as in the table", "rank 18", "60%"), methods))
     makd = [run.metrics["student"]["rougeL"] for run in findings.rows["makd"].runs]

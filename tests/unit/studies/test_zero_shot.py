@@ -17,7 +17,7 @@ from llmdistill.embedded import locate
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.trials import read_trials
-from llmdistill.studies.zero_shot import table
+from llmdistill.studies.zero_shot import make_table
 from llmdistill.tasks.zero_shot import is_share, main_metric
 
 TASK = """
@@ -133,7 +133,7 @@ def test_a_table_shows_one_metric_of_each_task_and_the_mean_of_shares() -> None:
         "wikitext": {"metrics": {"word_perplexity": 21.5}, "stderr": {}},
     }
     results = {"models": {"teacher": {"params": 1200, "tasks": tasks}}, "num_fewshot": 5, "limit": 9}
-    _, header, rows = table(results)
+    _, header, rows = make_table(results)
     assert header == ["", "params", "arc acc_norm", "boolq acc", "wikitext word_perplexity", "average"]
     assert rows == [["teacher", "1,200", "50.0 ± 1.0", "75.0", "21.500", "62.5"]]
     assert main_metric({"f1": 1.0, "acc": 0.5}) == "acc"

@@ -18,7 +18,7 @@ from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
-from llmdistill.planning.dry_run import describe, estimate
+from llmdistill.planning.dry_run import describe_plan, estimate_cost
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.runtime.environment import Finding
@@ -182,7 +182,7 @@ def test_epochs_are_steps_rounded_up(short, epochs, steps):
     train = plan.config.train
     assert (train.steps, train.epochs) == (steps, None)
     assert learning_rate(train, steps - 1) == pytest.approx(0.5 / steps), "the decay ends with the last epoch"
-    assert estimate(plan)["tokens"] == steps * 8 * 12
+    assert estimate_cost(plan)["tokens"] == steps * 8 * 12
     assert f"{epochs} epoch(s) are {steps} steps" in headline(plan, "a text")
     assert counted(short("--train.epochs", str(epochs))).config == plan.config, "a resumed run finds its steps"
     assert plan.asked.train.epochs == epochs, "the folder knows the run by what was asked"
@@ -200,7 +200,7 @@ def test_epochs_are_those_of_the_fraction_and_the_validation_text_stays_whole(sh
     assert (plan.config.train.steps, plan.notes) == (7, [])
     assert counted(short("--method", "none", "--train.epochs", "2")).config.train.epochs == 2, "nothing is trained"
     # A dry run does not know the steps.
-    found = describe(make_plan(short("--train.epochs", "3")))
+    found = describe_plan(make_plan(short("--train.epochs", "3")))
     assert (found["estimate"], found["config"]["train"]["steps"], found["config"]["train"]["epochs"]) == (None, None, 3)
     assert "the steps of train.epochs 3, and so the cost, are known once" in found["notes"][0]
     json.dumps(found)

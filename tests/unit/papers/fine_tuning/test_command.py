@@ -92,5 +92,5 @@ def test_a_study_s_fine_tuning_has_its_settings_from_a_file(tmp_path, monkeypatc
     assert worker.main([str(tmp_path / "row.yaml")]) == 0
     ((found, more),) = given
     assert found == config
-    assert (trial.alone, more["launcher_flags"]) == (True, ["--num_gpus", "4"])
+    assert (trial.has_launchers, more["launcher_flags"]) == (True, ["--num_gpus", "4"])
     assert more["command"] == f"python -m llmdistill.commands.worker {tmp_path / 'row.yaml'}"

@@ -2,7 +2,7 @@ import pytest
 
 from llmdistill.data.pairs import PairExample
 from llmdistill.papers.fine_tuning.averages import CONVENTIONS
-from llmdistill.papers.fine_tuning.results import averages, results_table
+from llmdistill.papers.fine_tuning.results import compute_averages, results_table
 from llmdistill.tasks.glue import GLUE, GLUE_TASKS, chance_score
 
 
@@ -30,7 +30,7 @@ def results(tasks, *roles):
     speed = {role: {"speedup": 2.0} for role in [*roles, "model"]}
     params = dict.fromkeys([*roles, "model"], SIZES)
     shown = {"protocol": "custom", "limit": 200, "params": params, "speed": speed}
-    return {**shown, "tasks": tasks, "averages": averages(tasks)}
+    return {**shown, "tasks": tasks, "averages": compute_averages(tasks)}
 
 
 def every_task(**settings):
@@ -39,7 +39,7 @@ def every_task(**settings):
 
 def test_averages_are_those_of_the_papers() -> None:
     tasks = every_task(teacher=90.0)
-    found = averages(tasks)
+    found = compute_averages(tasks)
     values = {column: each for name in tasks for column, each in tasks[name]["dev"].items()}
     by_hand = [values[column][metric]["mean"] for column, metric in CONVENTIONS["makd"].items()]
     assert found["model"]["makd"]["glue"] == pytest.approx(sum(by_hand) / 9)
@@ -47,7 +47,7 @@ def test_averages_are_those_of_the_papers() -> None:
     assert found["model"]["plain"] == pytest.approx(sum(range(60, 69)) / 9), "main metrics, MNLI's matched one"
     assert found["teacher"]["plain"] == 90.0
     assert "minilmv2_test" not in found["model"]
-    assert "teacher" not in averages({"RTE": task("RTE", 1.0)})
+    assert "teacher" not in compute_averages({"RTE": task("RTE", 1.0)})
 
 
 def test_the_average_is_called_by_what_it_is() -> None:

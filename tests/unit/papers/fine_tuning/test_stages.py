@@ -13,7 +13,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import parse_run, to_dict
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
-from llmdistill.papers.two_stages import collect, plan_tasks
+from llmdistill.papers.two_stages import collect_stages, plan_tasks
 from llmdistill.report.trials import read_trials
 from llmdistill.students.convert import compress
 from llmdistill.train import main
@@ -138,7 +138,7 @@ def test_the_rows_of_the_table_are_their_runs(done, first_stage) -> None:
     # Every metric that a task shows has a column.
     results = read(done / "two_stages/results.json")
     results["tasks"]["RTE"] |= {"shown": ["em", "f1"], "dev": {"RTE": {"em": 1.0, "f1": 2.0}}}
-    assert [each["metric"] for each in collect({"two_stages": results}, {}, run="r")["columns"]] == ["em", "f1"]
+    assert [each["metric"] for each in collect_stages({"two_stages": results}, {}, run="r")["columns"]] == ["em", "f1"]
 
 
 def test_what_is_finished_is_not_run_again_nor_under_other_settings(write, done, first_stage, engine) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
-from llmdistill.planning.choices import LayoutChoice, best_of_each, propose, reason
+from llmdistill.planning.choices import LayoutChoice, best_of_each, explain_choice, propose
 from llmdistill.planning.layout import Duration, Layout, Sizes, Zero
 from llmdistill.planning.step import Moment
 from llmdistill.runtime.ds_config import read_ds_config
@@ -139,7 +139,7 @@ def test_the_fastest_that_fits_and_the_simplest_of_those_that_are_alike():
     assert propose([simple, sharded, choice("zero3", seconds=1.0)]) is simple
     kept, recomputed = choice(gb=87.2), choice(gb=40, checkpointing=True)
     assert propose([kept, recomputed]) is recomputed
-    said = reason(recomputed, [kept, recomputed])
+    said = explain_choice(recomputed, [kept, recomputed])
     assert said.endswith("without activation checkpointing it would need 87.2 GB")
 
 
@@ -155,7 +155,7 @@ def test_own_micro_batch_is_kept_where_it_fits():
     assert propose([own, faster], 8) is own
     assert propose([own, faster]) is faster
     assert propose([choice(gb=99), faster], 8) is faster
-    assert "own micro batch size 8" in reason(own, [own, faster], 8)
+    assert "own micro batch size 8" in explain_choice(own, [own, faster], 8)
 
 
 def test_nothing_fits():

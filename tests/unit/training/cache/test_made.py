@@ -18,8 +18,8 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.config.machine import MachineConfig
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
-from llmdistill.planning.cache_forecast import CacheAsked, forecast_cache
-from llmdistill.planning.dry_run import estimate
+from llmdistill.planning.cache_forecast import CacheRequest, forecast_cache
+from llmdistill.planning.dry_run import estimate_cost
 from llmdistill.planning.layout import Sizes
 from llmdistill.planning.step import build_models
 from llmdistill.step.tap_models import tap_teacher
@@ -103,7 +103,7 @@ def test_forecast_of_its_size_is_its_size(planned, made, words, settings):
     plan, data = planned(*words)
     models, counts = build_models(plan), cache.count_examples(plan, data)
     vast = {place: 10**6 * number for place, number in counts.items()}
-    asked = [CacheAsked(settings=settings, counts=each) for each in (counts, vast)]
+    asked = [CacheRequest(settings=settings, counts=each) for each in (counts, vast)]
     sizes = Sizes.of(models.student, models.teacher)
     found, large = (forecast_cache(plan, models, each, sizes, MachineConfig())[1] for each in asked)
     assert found.is_sensible
@@ -184,7 +184,7 @@ def test_a_server_writes_the_likely_tokens_that_the_teacher_writes(planned, made
     for folder in (expected, tmp_path / "cache"):
         torch.testing.assert_close(asked, losses(plan, cached(plan, folder), found), rtol=1e-4, atol=1e-5)
     assert f"asked at {server.url}; it is not scored" in headline(plan, "")
-    assert estimate(plan)["flops"] < estimate(planned(*PACKED)[0])["flops"], "the teacher is not counted"
+    assert estimate_cost(plan)["flops"] < estimate_cost(planned(*PACKED)[0])["flops"], "the teacher is not counted"
 
 
 def test_vllm_writes_the_likely_tokens_that_the_teacher_writes(planned, made, tmp_path, monkeypatch):
