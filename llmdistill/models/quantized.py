@@ -122,7 +122,7 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     else:
         config = TorchAoConfig(_make_torchao_config(settings.weights, group_size))
     model.config.quantization_config = config
-    model.hf_quantizer = AutoHfQuantizer.from_config(config)
+    model.hf_quantizer = AutoHfQuantizer.from_config(config)  # from which save_pretrained gets the tensors
 
 
 def _transform(model: PreTrainedModel, settings: QuantizeConfig, transform: Callable[[Any], Any]) -> None:

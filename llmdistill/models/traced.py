@@ -277,6 +277,7 @@ def _find_window(mask: Callable[..., Tensor] | None, *, causal: bool, positions:
 
     try:
         window = int(seen(positions - 1).sum()) if causal else int(seen(0).sum())
+        # The ends, the edge of the window and the middle: all queries would take positions² comparisons.
         some = {0, 1, window - 1, window, window + 1, positions // 2, positions - 2, positions - 1}
         for query in some & set(range(positions)):
             distance = query - keys

@@ -131,7 +131,7 @@ class _Graph:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 3  # errors alone
         return onnxruntime.InferenceSession(self.file, options, providers=["CPUExecutionProvider"])
 
     def feed(self, ids: Tensor, mask: Tensor, past: _Arrays | None = None) -> dict[str, Any]:

@@ -213,6 +213,7 @@ def compress(
     unreadable folders and an output folder that is not empty, before the weights are read, and for a target of
     kronecker, whose settings `search` finds.
     """
+    # From the config alone, so that settings are refused before the weights are read.
     summary = summarize(model_dir, settings, method, _plan_sizes(load_config(model_dir), settings, method, weighted))
     with new_proven_folder(output_dir) as folder:
         model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")

@@ -131,6 +131,7 @@ def low_rank_experts(
     else:
         inner = self.act_fn(_product(self, "up_proj", rows, counts))
     outputs = _product(self, "down_proj", inner, counts) * top_k_weights.reshape(-1)[order, None]
+    # argsort of a permutation is its inverse, back to the order of the tokens.
     of_tokens = outputs[order.argsort()].view(*top_k_index.shape, -1)
     return of_tokens.sum(dim=1).to(hidden_states.dtype)
 

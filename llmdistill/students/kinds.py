@@ -120,6 +120,7 @@ KINDS: dict[str, FactorizationKind] = {
         linear=KroneckerLinear,
         embedding=KroneckerEmbedding,
         head=KroneckerHead,
+        # Both factors have √σ, whatever sigma says.
         factors=lambda weight, shape, _: dict(zip("AB", nearest_kronecker(weight, shape), strict=True)),
         parameters=dict,
         embedding_factors=_kronecker_embedding_factors,

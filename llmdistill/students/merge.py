@@ -23,7 +23,7 @@ def merge(model: PreTrainedModel) -> None:
     """
     config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)
-    with torch.device("meta"):
+    with torch.device("meta"):  # says which modules the stock architecture has, such as GPT-2's Conv1D
         stock = type(model)(config)
     merged = []
     for name, module in list(model.named_modules()):
@@ -37,6 +37,7 @@ def merge(model: PreTrainedModel) -> None:
             model.set_submodule(name, dense)
         elif isinstance(module, LowRankStack):
             merge_stack(model, name, _product(module))
+    # `install` gave this instance ties of its own, which hide those of its class.
     vars(model).pop("_tied_weights_keys", None)
     vars(model.config).pop("quantization_config", None)
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

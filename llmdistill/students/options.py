@@ -80,7 +80,7 @@ class Group:
     def errors(self, costs: Options, model: PreTrainedModel, device: torch.device | None) -> Options:
         """Return the same choices with the errors on the weights of a few layers, which represent all layers."""
         energies, energy = np.zeros(len(costs.choices)), 0.0
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the randomized SVD draws from torch's own generator
             torch.default_generator.manual_seed(0)
             layers = f"{layers_name(model)}."
             layer_of = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in self.members}
@@ -122,7 +122,7 @@ class Table:
         table = weight.to(device or weight.device)
         width = math.lcm(*costs.choices)
         gram = torch.zeros(width, width, dtype=torch.float64, device=table.device)
-        for chunk in table.reshape(-1, width).split(max(1, 2**22 // width)):
+        for chunk in table.reshape(-1, width).split(max(1, 2**22 // width)):  # 32 MiB of fp64 at a time
             gram.addmm_(chunk.double().T, chunk.double())
         captured = []
         for columns in costs.choices:

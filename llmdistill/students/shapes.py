@@ -233,6 +233,7 @@ def initialize(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts)
         assert len(axes) == source.ndim, f"no rule for the axes of {name}"
         for dim, axis in enumerate(axes):
             if axis != "whole":
+                # Outside of the layers only the channels are chosen, and these are the same for all layers.
                 source = source.index_select(dim, indices[layer or 0][axis].to(source.device))
         assert source.shape == target.shape, f"no rule for the axes of {name}: {source.shape} is not {target.shape}"
         factor = parts.norm_factors.get(source_owner, 1.0) if leaf == "weight" else 1.0

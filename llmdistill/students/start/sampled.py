@@ -26,6 +26,7 @@ from llmdistill.step.passes import HookSums, OddReadError, Passes, run_passes, s
 from llmdistill.step.taps import Recorder
 from llmdistill.students.counting import count_parameters, layer_linears
 
+# Chunks of 16 MB are no faster.
 _CHUNK_BYTES = 1 << 22
 """Bytes of a chunk of logits in fp32, but at least a 32nd of the LM head's bytes, because each chunk reads the head."""
 _FEW_TOKENS = 16
@@ -190,6 +191,7 @@ def graph_tokens(model: PreTrainedModel) -> int:
 
     A layer keeps about twice the outputs of its linears; a Llama keeps 1.6 times as much.
     """
+    # A quarter of the model's bytes was over the aim for the peak.
     values_per_token = 2 * sum(m for m, _ in layer_linears(model).values())
     return max(1, count_parameters(model) // (2 * values_per_token * model.dtype.itemsize))
 
@@ -314,7 +316,7 @@ def _compute_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tens
         here = slice(start, start + count)
         rows = head.rows[here]
         logits = rows.clone() if w_VK is None else functional.linear(rows.to(w_VK.dtype), w_VK, head.bias)
-        p_NV = logits.float()
+        p_NV = logits.float()  # changed in place from here on: a chunk is in memory once
         p_NV.sub_(p_NV.amax(-1, keepdim=True)).exp_()
         p_NV /= p_NV.sum(-1, keepdim=True)
         seen(p_NV)

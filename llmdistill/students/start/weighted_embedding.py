@@ -28,6 +28,7 @@ from llmdistill.students.start.sampled import USUAL, Sampling, run_sampled
 from llmdistill.students.start.weighted import add_ridge
 from llmdistill.students.svd import determine_vectors, place_sigma, truncated_svd
 
+# So large because answers hang on rare names, which the weights otherwise give up for frequent tokens.
 ROW_DAMPING = 0.3
 """Added to the row weights, as a share of their mean, so that tokens that the data do not show keep a weight."""
 COLUMN_DAMPING = 1e-3
