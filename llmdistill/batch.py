@@ -129,8 +129,8 @@ class Batch:
     Empty if the student generated the text."""
     teachers: tuple[str, ...] = ()
     """For each row the name of the teacher that its examples ask for, "" for none; empty if the data name none."""
-    asked: tuple[Future[TopK], ...] = ()
-    """What a teacher behind a server was asked about each sequence, in their order; empty if nothing was asked yet."""
+    requests: tuple[Future[TopK], ...] = ()
+    """The answers to come from a teacher behind a server, one for each sequence; empty before they are requested."""
 
     @property
     def mask(self) -> AttentionMask:
@@ -177,11 +177,11 @@ class Batch:
             sequences=Sequences.of(self.attention_mask) if shift else None,
         )
 
-    def unlocated(self) -> Batch:
+    def without_label_rows(self) -> Batch:
         """The same batch as before `with_label_rows`."""
         return replace(self, label_rows=None, token_rows=None, padding=None, sequences=None)
 
-    def lengthened(self, multiple: int, longest: int) -> Batch:
+    def pad_to_multiple(self, multiple: int, longest: int) -> Batch:
         """The same batch with more padding on the right: its length is a multiple, but at most `longest`.
 
         The matrix units of a GPU work on tiles, and kernels that are compiled for a shape are used again.
@@ -201,7 +201,7 @@ class Batch:
         return replace(self, **longer)
 
     def select(self, rows: slice | list[int], longest: int | None = None) -> Batch:
-        """Some rows of a batch that is not located yet, without the padding on the right that none of them needs.
+        """Some rows of a batch that has no `label_rows` yet, without the padding on the right that none of them needs.
 
         Each row keeps at most its first `longest` tokens.
         """
@@ -228,16 +228,16 @@ class Batch:
     def rows_at(self, positions: Positions) -> Tensor:
         """(N,): the flat positions of one kind, real tokens or those that predict a label."""
         rows_N = self.token_rows if positions == "tokens" else self.label_rows
-        assert rows_N is not None, "the batch is not located"
+        assert rows_N is not None, "call with_label_rows first"
         return rows_N
 
     def row_labels(self, *, shift: bool) -> Tensor:
         """(N,): the label that each position of `label_rows` predicts."""
-        assert self.label_rows is not None, "the batch is not located"
+        assert self.label_rows is not None, "call with_label_rows first"
         return predicted_labels(self.labels, shift=shift).flatten().index_select(0, self.label_rows)
 
     def to(self, device: torch.device | str) -> Batch:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         # The loader pins its batches, so the copies run beside the host's work.
         movable = {name: value for name, value in values.items() if hasattr(value, "to")}
         return replace(self, **{name: value.to(device, non_blocking=True) for name, value in movable.items()})

@@ -27,15 +27,15 @@ class Teacher(Protocol):
         return batch
 
 
-class AskedTeacher(Teacher):
-    """A teacher elsewhere, which is asked about a batch as soon as it is made, before the step that needs it."""
+class AsyncTeacher(Teacher):
+    """A teacher elsewhere: its answers are requested as soon as a batch is made, before the step that needs them."""
 
-    def ask(self, batch: Batch) -> Batch:
-        """Ask about a batch; returns the batch with the answers to come."""
+    def request(self, batch: Batch) -> Batch:
+        """Request the answers for a batch; returns the batch with the answers to come."""
         raise NotImplementedError
 
     def wait(self, batches: Iterable[Batch]) -> None:
-        """Wait for what was asked about batches; raises UserError if no answer comes."""
+        """Wait for the answers that were requested for batches; raises UserError if one does not come."""
         raise NotImplementedError
 
 
@@ -45,12 +45,12 @@ def live_models(teacher: Teacher | None) -> Mapping[str, TappedModel]:
 
 
 @dataclass(frozen=True)
-class AskingLoader:
-    """A loader whose batches are asked about as soon as they are made."""
+class RequestingLoader:
+    """A loader that requests a teacher's answers for its batches as soon as they are made."""
 
     loader: Loader
-    ask: Callable[[Batch], Batch]
+    request: Callable[[Batch], Batch]
 
     def micro_batches(self, step: int) -> list[Batch]:
         """See Loader."""
-        return [self.ask(batch) for batch in self.loader.micro_batches(step)]
+        return [self.request(batch) for batch in self.loader.micro_batches(step)]

@@ -22,7 +22,7 @@ from llmdistill.generation.model_server import ModelServer
 from llmdistill.generation.vllm_engine import to_top_k
 from llmdistill.models.families import max_positions
 from llmdistill.runtime.distributed import World, on_main
-from llmdistill.step.teacher import AskedTeacher
+from llmdistill.step.teacher import AsyncTeacher
 from llmdistill.teachers.rows import Request
 from llmdistill.teachers.source import TeacherPlan, TeacherRun, TeacherSource
 
@@ -115,37 +115,37 @@ class TeacherServer:
         return top
 
 
-class RemoteTeacher(AskedTeacher):
+class RemoteTeacher(AsyncTeacher):
     """Gives the outputs that the live teacher would give, as far as the k most likely tokens say them."""
 
     def __init__(self, server: TeacherServer, *, device: torch.device) -> None:
         """`training.checks` has found that such a server gives what is needed."""
         self._server, self._device = server, device
 
-    def ask(self, batch: Batch) -> Batch:
-        """Ask about each sequence of a batch; returns the batch with the answers to come."""
+    def request(self, batch: Batch) -> Batch:
+        """Request the answers for each sequence of a batch; returns the batch with the answers to come."""
         ids_BT, mask_BT = batch.input_ids.cpu(), batch.attention_mask.cpu()
         sequences = [
             ids_T[mask_T == number]
             for ids_T, mask_T in zip(ids_BT, mask_BT, strict=True)
             for number in range(1, int(mask_T.max()) + 1)
         ]
-        return replace(batch, asked=tuple(self._server.ask(ids.tolist()) for ids in sequences))
+        return replace(batch, requests=tuple(self._server.ask(ids.tolist()) for ids in sequences))
 
     def wait(self, batches: Iterable[Batch]) -> None:
-        """Wait for what was asked about batches; raises what `TeacherServer.score` does."""
+        """Wait for the answers that were requested for batches; raises what `TeacherServer.score` does."""
         for batch in batches:
-            for each in batch.asked:
-                each.result()
+            for answer in batch.requests:
+                answer.result()
 
     def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
-        """Return the outputs for a batch, which is asked about now if it was not before; raises as `wait` does."""
-        batch = (batch if batch.asked else self.ask(batch)).with_label_rows(shift=True)
-        answers = [each.result() for each in batch.asked]
+        """Return the outputs for a batch; requests them now if they were not before; raises as `wait` does."""
+        batch = (batch if batch.requests else self.request(batch)).with_label_rows(shift=True)
+        answers = [answer.result() for answer in batch.requests]
         top = TopK(
-            torch.cat([each.tokens for each in answers]).to(self._device),
-            torch.cat([each.log_probs for each in answers]).to(self._device),
-            {1.0: torch.cat([each.rest[1.0] for each in answers]).to(self._device)},
+            torch.cat([answer.tokens for answer in answers]).to(self._device),
+            torch.cat([answer.log_probs for answer in answers]).to(self._device),
+            {1.0: torch.cat([answer.rest[1.0] for answer in answers]).to(self._device)},
         )
         # The answers are those at all real tokens, in their order.
         here = {place: torch.searchsorted(batch.rows_at("tokens"), batch.rows_at(place)) for place in lm_head}

@@ -64,7 +64,7 @@ class TeachersOfRows(Teacher):
         unknown = set(batch.teachers) - set(self.teachers)
         if unknown:  # in a stream; the rows of other sets are checked before the training
             raise UserError(f"data.train: a row has the teacher {min(unknown)!r}: name it in teacher.others")
-        whole = there.unlocated()
+        whole = there.without_label_rows()
         heads, places = [], []
         for name, teacher in self.teachers.items():
             own = [row for row, asked in enumerate(batch.teachers) if asked == name]

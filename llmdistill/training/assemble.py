@@ -28,7 +28,7 @@ from llmdistill.runtime.environment import kernels
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.step.compile import check_compilers
 from llmdistill.step.tap_models import tap_student
-from llmdistill.step.teacher import AskedTeacher, AskingLoader, Teacher
+from llmdistill.step.teacher import AsyncTeacher, RequestingLoader, Teacher
 from llmdistill.students.convert import compress, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
@@ -167,13 +167,13 @@ def prepare_loader(
         multiple = config.data.pad_to_multiple_of or (64 if world.device.type == "cuda" else 1)
 
         def prepare(batch: Batch) -> Batch:
-            return batch.lengthened(multiple, config.data.max_length).with_label_rows(shift=plan.method.shift)
+            return batch.pad_to_multiple(multiple, config.data.max_length).with_label_rows(shift=plan.method.shift)
 
-        loader = AskingLoader(loader, teacher.ask) if isinstance(teacher, AskedTeacher) else loader
+        loader = RequestingLoader(loader, teacher.request) if isinstance(teacher, AsyncTeacher) else loader
         return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=prepare)
     save = student_saver(plan, student_folder, engine)
     answered = answered_loader(plan, loader, engine, data.tokenizer, save)
-    return AskingLoader(answered, teacher.ask) if isinstance(teacher, AskedTeacher) else answered
+    return RequestingLoader(answered, teacher.request) if isinstance(teacher, AsyncTeacher) else answered
 
 
 def make_trainer(

@@ -24,7 +24,7 @@ from llmdistill.runtime.devices import free_memory
 from llmdistill.runtime.distributed import World, exists_on_main, on_main
 from llmdistill.runtime.engine import learning_rate, monitor_of
 from llmdistill.runtime.terminal import print_main, warn_main
-from llmdistill.step.teacher import AskedTeacher
+from llmdistill.step.teacher import AsyncTeacher
 from llmdistill.students.counting import build_reference, count_parameters
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
@@ -197,7 +197,7 @@ def _training(
         saving = Checkpoints(trainer, plan.folder, loss_modes, {"log": rows, **health.accumulators})
         if checkpoint is not None:
             saving.restore(checkpoint.manifest.get("figures", {}))
-        has_server = isinstance(trainer.teacher, AskedTeacher) or plan.config.data.rollout.url is not None
+        has_server = isinstance(trainer.teacher, AsyncTeacher) or plan.config.data.rollout.url is not None
         # `Callback.reads` and `gives` say which one must come before which.
         callbacks: list[Callback] = [
             Stopping(),

@@ -33,13 +33,13 @@ def test_more_padding_changes_no_position():
     batch = Batch(
         ids, mask, ids.masked_fill(mask == 0, -100), visible_until=torch.full_like(ids, 7), targets=torch.ones(2)
     )
-    longer = batch.lengthened(4, longest=16)
+    longer = batch.pad_to_multiple(4, longest=16)
     assert longer.input_ids.shape == (2, 8)
     assert torch.equal(longer.input_ids[:, :7], ids)
     assert [longer.attention_mask[:, 7].tolist(), longer.labels[:, 7].tolist()] == [[0, 0], [-100, -100]]
     assert longer.visible_until[:, 7].tolist() == [8, 8]
     assert longer.counts() == batch.counts()
     assert longer.targets is batch.targets
-    assert batch.lengthened(64, longest=12).input_ids.shape == (2, 12)
-    assert batch.lengthened(7, longest=16) is batch
-    assert batch.lengthened(64, longest=7) is batch
+    assert batch.pad_to_multiple(64, longest=12).input_ids.shape == (2, 12)
+    assert batch.pad_to_multiple(7, longest=16) is batch
+    assert batch.pad_to_multiple(64, longest=7) is batch

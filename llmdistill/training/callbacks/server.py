@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import on_every
-from llmdistill.step.teacher import AskedTeacher
+from llmdistill.step.teacher import AsyncTeacher
 from llmdistill.training.callbacks.base import TrainState
 from llmdistill.training.trainer import Trainer
 
@@ -31,7 +31,7 @@ class ServerAnswers:
         trainer, teacher = self.trainer, self.trainer.teacher
         try:
             batches = trainer.micro_batches(state.step)
-            if isinstance(teacher, AskedTeacher):
+            if isinstance(teacher, AsyncTeacher):
                 with trainer.teacher_time.measured():
                     on_every(lambda: teacher.wait(batches))
         except UserError as failure:

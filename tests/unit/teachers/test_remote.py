@@ -10,7 +10,7 @@ from tiny import save_decoder
 from llmdistill.data.collate import Encoded, collate, collate_packed
 from llmdistill.errors import ServerLost, UserError
 from llmdistill.models.load import load_model
-from llmdistill.step.teacher import AskingLoader
+from llmdistill.step.teacher import RequestingLoader
 from llmdistill.teachers.remote import RemoteTeacher, TeacherServer
 
 K = 5
@@ -65,7 +65,7 @@ def test_the_likely_tokens_are_those_of_the_model_alone(server, folder, examples
 def test_what_was_asked_before_is_not_asked_again(server, examples):
     teacher = RemoteTeacher(client(server.url), device=torch.device("cpu"))
     made = SimpleNamespace(micro_batches=lambda step: [collate(examples, 0), collate(examples[:1], 0)])
-    batches = AskingLoader(made, teacher.ask).micro_batches(0)
+    batches = RequestingLoader(made, teacher.request).micro_batches(0)
     teacher.wait(batches)
     assert len(server.asked) == 4
     whole = [
