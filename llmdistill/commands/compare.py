@@ -38,9 +38,10 @@ class CompareConfig:
     methods: str | None = None
     """Methods to compare, separated by commas; default: none,sft,kd,seqkd,makd, on text without seqkd."""
     suite: str | None = None
-    """A table of the papers, given instead of methods. makd-table3-decoder, makd-table4-decoder and makd-table5 are
-    lists of methods for decoders. The tables of encoders (such as minilm-table2) bring recipes of their own, and every
-    model is fine-tuned on the table's tasks, with the settings under tasks."""
+    """A table of the papers, given instead of methods; llmdistill evaluate has other suites. makd-table3-decoder,
+    makd-table4-decoder and makd-table5 are lists of methods for decoders. The tables of encoders (such as
+    minilm-table2) bring recipes of their own, and every model is fine-tuned on the table's tasks, with the settings
+    under tasks."""
     rows: str | None = None
     """Rows of a table of encoders to run, by their keys, separated by commas; default: all that can be run here."""
     starts: str | None = None

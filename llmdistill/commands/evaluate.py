@@ -36,10 +36,11 @@ def build_parser(prog: str) -> ArgumentParser:
     parser.add_argument("--data", type=str, nargs="+", default=[], metavar="FILE", help=text)
     text = "What --data holds; default: a .txt is a text, anything else instructions."
     parser.add_argument("--kind", "--data.kind", type=Literal["instructions", "text"], help=text)
-    text = f"Sets by name, such as dolly,self_inst,vicuna; there are {', '.join([*SETS, *TEXTS])}; wikitext2 is "
-    text += "WikiText-2's test text, its lines joined as in the papers on SVD. Some suites have settings of their own, "
-    text += "which --help lists after their name: glue fine-tunes the model, zero_shot scores decoders on tasks of "
-    text += "lm-evaluation-harness, mteb the embeddings of encoders on tasks of MTEB, speed times models, conll2000 "
+    text = f"Test sets by name, such as dolly,self_inst,vicuna; there are {', '.join([*SETS, *TEXTS])}; wikitext2 is "
+    text += "WikiText-2's test text, its lines joined as in the papers on SVD. Or one suite with settings of its own, "
+    text += "which --help lists after its name (what llmdistill compare calls a suite is a table of a paper): glue "
+    text += "fine-tunes the model, zero_shot scores decoders on tasks of lm-evaluation-harness, mteb the embeddings of "
+    text += "encoders on tasks of MTEB, speed times models, conll2000 "
     text += "scores the layers of encoders on phrases, and attention draws the attention maps of models."
     parser.add_argument("--suite", type=str, metavar="A,B", help=text)
     text = "Folder of the suite's NAME.jsonl files, and of wikitext2's test.txt; default: the hub."

@@ -265,7 +265,7 @@ def build(
                 if section is not None:
                     value = {name: build(entry, section, prefix=f"{key}.{name}.") for name, entry in value.items()}
                 built[field.name] = value
-    if "betas" in built:
+    if "betas" in built:  # the field is a tuple, and YAML and JSON have lists
         built["betas"] = tuple(built["betas"])
     if methods is not None:
         built["method_settings"] = {

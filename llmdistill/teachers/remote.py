@@ -78,7 +78,7 @@ class TeacherServer:
         body = {
             "model": self._model,
             "prompt": ids,
-            "max_tokens": 1,
+            "max_tokens": 1,  # the distribution after the last token is that of the token which is generated
             "temperature": 1.0,
             "prompt_logprobs": self._k,
             "logprobs": self._k,

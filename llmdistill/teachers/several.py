@@ -70,6 +70,7 @@ class TeachersOfRows(Teacher):
             own = [row for row, asked in enumerate(batch.teachers) if asked == name]
             if not own and name not in self.together:
                 continue
+            # A rank without rows for a sharded teacher runs any row, so that all ranks take part, and drops its output.
             part = whole.select(own or [0]).with_label_rows(shift=True).to(device)
             head = _head(teacher.compute_targets(part, lm_head=lm_head).lm_head, "labels")
             heads.append(head if own else head._replace(rows=head.rows[:0]))

@@ -71,7 +71,7 @@ class Job:
 
 def plan_shards(ids: np.ndarray, lengths: np.ndarray, settings: CacheConfig) -> list[Shard]:
     """Return the shards of a set of examples: equal examples once, neighbors of about the same length."""
-    unique = {sample: index for index, sample in enumerate(ids.tolist())}
+    unique = {sample: index for index, sample in enumerate(ids.tolist())}  # equal examples have equal outputs
     ordered, size = sorted(unique.values(), key=lambda index: int(lengths[index])), settings.micro_batch_size
     shards: list[Shard] = []
     tokens = settings.shard_tokens

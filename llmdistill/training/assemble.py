@@ -97,6 +97,7 @@ def check_machine(plan: Plan) -> None:
     if (source := plan.source) is not None:
         on_every(lambda: source.check_there(plan))
     if plan.config.data.rollout.url is not None:
+        # The check needs neither the end tokens nor the vocabulary.
         on_every(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length))
     on_main(lambda: check_access(plan.config.train.report_to or []))
     if plan.config.train.compile:
@@ -164,6 +165,7 @@ def prepare_loader(
     world = World.current()
     config = plan.config
     if config.data.written_while_training is None:
+        # The matrix units of a GPU work on tiles, and a kernel that is compiled for a length is used again.
         multiple = config.data.pad_to_multiple_of or (64 if world.device.type == "cuda" else 1)
 
         def prepare(batch: Batch) -> Batch:

@@ -230,7 +230,7 @@ def nearest_rotation(
     world = World.current()
     items, collate = examples
     chosen = [items[index] for index in range(0, len(items), -(-len(items) // _SENTENCES))]
-    chosen.sort(key=len, reverse=True)
+    chosen.sort(key=len, reverse=True)  # batches of equal lengths have little padding
     student = untrained().to(world.device) if world.is_main else None  # type: ignore[arg-type]
     product: Tensor | float = 0.0
     for start in progress(range(0, len(chosen), _SENTENCES_A_BATCH), "Matching embeddings", "batches"):
@@ -241,6 +241,7 @@ def nearest_rotation(
             with scoring_forward(student, pooling=method.pooling) as forward:
                 ours = forward(batch).sequence_logits
             assert ours is not None
+            # In fp64, so that the sum adds no rounding to that of the embeddings.
             first, second = (functional.normalize(each.double(), dim=-1) for each in (theirs, ours))
             product = product + first.T @ second
     if student is not None:

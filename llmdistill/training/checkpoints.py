@@ -187,6 +187,7 @@ def _newest_whole(folder: Path) -> Checkpoint | None:
             names = (each.folder.with_name(f"damaged-{each.folder.name}{f'-{n}' if n else ''}") for n in count())
             each.folder.rename(next(name for name in names if not name.exists()))
 
+    # Rank 0 alone lists the folder: on a network file system the ranks may see different files.
     for candidate in reversed(on_main(lambda: checkpoints(folder))):
         damage = candidate.damage
         if damage is None:  # the ranks share the files
@@ -222,6 +223,7 @@ def _restore(wanted: list[Fragment], checkpoint: Checkpoint) -> None:
             for key in file.keys():  # noqa: SIM118 (not a dict)
                 kind, begin, parameter = key.split("/", 2)
                 parts.setdefault((kind, parameter), []).append((int(begin), file.get_slice(key)))
+        # A fragment of this rank may lie across several of those that other ranks, stages or buckets have saved.
         for fragment in wanted:
             values, filled, end = None, 0, fragment.start + fragment.numel
             for start, saved in parts.get((fragment.kind, fragment.name), []):

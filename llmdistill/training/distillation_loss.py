@@ -141,7 +141,7 @@ class DistillationLoss:
         self._is_checked = False
         projectors = add_projectors(student, self.method.projections, seed).to(student.device)
         ignored = {f"{PROJECTORS}.{name}" for name in projectors.state_dict()}
-        leave_out_of_files(student, ignored)
+        leave_out_of_files(student, ignored)  # the projectors are no part of the model that is saved
         self._tapped_student = tap_student(
             self.method, student, forward=self._run, projectors=projectors, vocabulary=vocabulary
         )

@@ -26,7 +26,7 @@ class DistillationTrainer(Trainer):
     supported: start one process per GPU.
     """
 
-    loss_is_scaled_for_ga = True
+    loss_is_scaled_for_ga = True  # else transformers divides by the number of accumulation steps once more
 
     def __init__(
         self,

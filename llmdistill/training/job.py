@@ -139,7 +139,7 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
     params = count_parameters(reference)
     sizes = {"student_params": params, **saved_sizes(params, plan.config.student, plan.models.dtype, lambda: reference)}
     plan = replace(plan, models=replace(plan.models, sizes={**plan.models.sizes, **sizes}))
-    score("untrained", untrained)
+    score("untrained", untrained)  # before the engine takes the memory
 
     if plan.trains:
         if not exists_on_main(trained / "config.json"):

@@ -49,6 +49,7 @@ class Trainer:
         """Train from step `start` on. After each step the callbacks look at it in order; their exceptions end it."""
         check_order(callbacks)
         for step in range(start, self.settings.steps):
+            # The rate follows from the step alone, so that a checkpoint needs no state of a scheduler.
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = learning_rate(self.settings, step)
             self._seed(step)
@@ -72,6 +73,7 @@ class Trainer:
         the global counts in the order of POSITIONS.
         """
         batches = [self.to_device(batch) for batch in micro_batches]
+        # Before any forward pass, because that makes the gradients of the terms, with the divisors in them.
         counts = global_counts(batches)
         divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.

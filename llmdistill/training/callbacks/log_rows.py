@@ -66,7 +66,7 @@ class LogRows:
         self._tokens.fill_(figures["tokens"])
         self._positions = figures["positions"] if World.current().is_main else 0  # those of all ranks are added up
         self._steps = figures["steps"]
-        self._row_began -= figures["seconds"]
+        self._row_began -= figures["seconds"]  # as if this process had begun the row
         self._trainer.teacher_time.add(figures["teacher_seconds"])
 
     def after_step(self, state: TrainState) -> None:
@@ -94,6 +94,7 @@ class LogRows:
         terms = {name: value / self._steps for name, value in self._terms.items()}
         loss = sum(self._method.weights[name] * value for name, value in terms.items())
         tokens, positions = int(self._tokens), int(all_reduce_sum(torch.full_like(self._tokens, self._positions)))
+        # A validation has a speed of its own.
         seconds = time.perf_counter() - self._row_began - state.validation_seconds
         skipped = self._trainer.engine.skipped_steps
         return {
@@ -116,4 +117,4 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else 1024 * largest
+    return largest if sys.platform == "darwin" else 1024 * largest  # Linux counts in KiB, macOS in bytes

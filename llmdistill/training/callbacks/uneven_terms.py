@@ -96,7 +96,7 @@ def term_gradients(
     try:
         for name, weight in method.weights.items():
             if weight != 0:
-                outputs.clear()
+                outputs.clear()  # each term has a graph of its own
                 terms = only_term(method.bind_terms(compute_targets(), batch, divisors), name)
                 total = student.compute_losses(batch, terms).total
                 (gradient,) = torch.autograd.grad(total, outputs[:1], allow_unused=True)
