@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch, LossSum
 from llmdistill.losses import sequence
+from llmdistill.models.pooling import load_dense
 from llmdistill.objective import CompareLogits, Targets
 
 HeadName = str
-"""A key of HEADS; or saved, the heads of the class that saved the model."""
+"""A key of HEADS."""
 
 Inputs = Mapping[str, Any]
 """What a model is called with, or gives, by the names of transformers."""
@@ -36,6 +38,7 @@ def _cross_entropy(logits: Tensor, batch: Batch) -> LossSum:
 CLASSES = Targets(
     label_loss=_cross_entropy,
     compare=_compare_logits,
+    # A head for next sentences has two classes, also where num_labels is 1 or missing.
     num_classes=lambda config, batch: max(2, config.num_labels or 0),
     from_inputs=lambda inputs: (None, inputs.get("labels")),
     of_zeros=lambda zeros_BT: zeros_BT[:, 0],
@@ -124,6 +127,8 @@ class Head:
     """Finds this output among those of the model; None if they lack it."""
     needs_padding_token: bool = False
     """Whether a decoder reads its output at the last token before the padding."""
+    load_rest: Callable[[PreTrainedModel, str | Path], None] | None = None
+    """Loads the modules of a folder that transformers does not know."""
 
     @property
     def learns_labels(self) -> bool:
@@ -177,10 +182,12 @@ HEADS: dict[HeadName, Head] = {
         output=_read_spans,
     ),
     # An encoder, with the Dense of sentence-transformers if it has one.
-    "embedding": Head(auto_class="AutoModel", targets=lambda config: EMBEDDINGS),
+    "embedding": Head(auto_class="AutoModel", targets=lambda config: EMBEDDINGS, load_rest=load_dense),
     "none": Head(auto_class="AutoModel"),
+    # Those of the class that saved the model, see `models.load.auto_class`.
+    "saved": Head(auto_class=""),
 }
-"""The heads by name."""
+"""The heads by name; the name of a class tells the first head whose ending it has."""
 
 
 def find_head(model: PreTrainedModel) -> Head | None:

@@ -26,7 +26,6 @@ from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, has_family, is_causal, is_head
 from llmdistill.models.forms import saved_form
 from llmdistill.models.heads import HEADS, HeadName
-from llmdistill.models.pooling import load_dense
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.models.weight_files import check_hub_index, check_weight_files
 from llmdistill.progress import Activity
@@ -95,8 +94,8 @@ def load_model(
             cast_parameters(base, torch.float32)
             model = apply_adapter(base, adapter)
             cast_parameters(model, stored)
-        if head == "embedding":
-            load_dense(model, path)
+        if (load_rest := HEADS[head].load_rest) is not None:
+            load_rest(model, path)
         return model if device is None else cast(PreTrainedModel, model.to(cast(Any, device)))
 
 
@@ -105,7 +104,7 @@ def config_with_head(path: str | Path, head: HeadName, num_classes: int | None) 
     config = load_config(path)
     if num_classes is not None:
         config.num_labels = num_classes
-    if head != "saved" and HEADS[head].needs_padding_token and config.pad_token_id is None:
+    if HEADS[head].needs_padding_token and config.pad_token_id is None:
         config.pad_token_id = load_tokenizer(path).pad_token_id
     return config
 
@@ -176,7 +175,7 @@ def _load_weights(
     if missing:  # transformers would initialize them at random
         raise UserError(
             f"{path}: {len(missing)} weights are missing, such as {min(missing)}: give a whole checkpoint of this "
-            f"architecture{'' if head == 'saved' else HEADS[head].with_head}"
+            f"architecture{HEADS[head].with_head}"
         )
     if form is not None:
         form.settle(model)

@@ -23,9 +23,8 @@ from llmdistill.internals.transformers_names import is_initialized, mark_initial
 from llmdistill.models.adapters import WEIGHTS_FILE
 from llmdistill.models.companions import download, take_generation_settings
 from llmdistill.models.families import is_head
-from llmdistill.models.heads import HeadName
+from llmdistill.models.heads import HEADS, HeadName
 from llmdistill.models.load import build_meta, check_files, config_with_head, install_saved, load_model
-from llmdistill.models.pooling import load_dense
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,8 @@ def load_sharded(
         sharding.shard(parameter)
     take_generation_settings(model, folder)
     model.name_or_path = str(path)
-    if head == "embedding":
-        load_dense(model, folder)
+    if (load_rest := HEADS[head].load_rest) is not None:
+        load_rest(model, folder)
     return model.eval()
 
 

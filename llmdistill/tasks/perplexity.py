@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 def perplexity_of(loss: float) -> float:
     """Return exp(loss), at most the largest number; the loss is in nats per token."""
-    return math.exp(min(loss, 700.0))
+    return math.exp(min(loss, 700.0))  # exp overflows from 709.8 on
 
 
 def mean_perplexity(by_set: Mapping[str, float]) -> float:
@@ -24,4 +24,5 @@ def show_perplexity(value: float | None) -> str:
     """
     if value is None:
         return "–"
+    # 999.5 is the first that three digits would round to 1,000.
     return f"{value:,.0f}" if 999.5 <= value < 1e7 else f"{value:.3g}"

@@ -20,7 +20,7 @@ from llmdistill.models.classifier import copies_classifier
 from llmdistill.models.configs import load_config, local_folder
 from llmdistill.models.families import shape_of
 from llmdistill.models.forms import saved_size
-from llmdistill.models.heads import HeadName
+from llmdistill.models.heads import HEADS, HeadName
 from llmdistill.models.tokenizer import brings_tokenizer
 from llmdistill.runtime.devices import TORCH_DTYPES
 from llmdistill.students.counting import build_reference, count_parameters, forward_flops
@@ -143,8 +143,7 @@ def heads_of(
         return of_teacher, needed(tokens=bool(method.token_terms), sequences=bool(method.sequence_terms))
     # An encoder that is only scored has the head of its folder, by the name of the class in its config.
     name = ((teacher if config.student.model is None else student).architectures or [""])[0]
-    is_pretrained = name.endswith("ForPreTraining")
-    return of_teacher, "pretraining" if is_pretrained else "lm_head" if name.endswith("ForMaskedLM") else "none"
+    return of_teacher, next((head for head in ("pretraining", "lm_head") if name.endswith(HEADS[head].endings)), "none")
 
 
 def has_copied_classifier(config: RunConfig, task: Task, teacher: PreTrainedConfig, student: PreTrainedConfig) -> bool:
