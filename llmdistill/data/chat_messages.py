@@ -101,7 +101,7 @@ def parse_messages(value: object, key: str, source: str) -> Messages:
     """Parse a list of messages; several calls of tools that follow one another are one turn.
 
     Raises:
-        UserError: it is no such list, or a message has an unknown role, no text, or what is not read.
+        UserError: it is no such list, or a message has an unknown role, no text, or a part that is not read.
     """
     if not is_list(value) or not len(value):
         raise UserError(f'{source}: "{key}" is {excerpt(value)}; give a list of messages with role and content')

@@ -60,7 +60,7 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
 def without_format(data: Any) -> Iterable[Any]:
     """Return a set of the datasets library whose rows are Python's own values, whatever format it was given.
 
-    A transform of one's own, which makes the rows, stays.
+    A transform that the user set, which makes the rows, stays.
     """
     if getattr(data, "format", {}).get("type") == "custom":
         return data

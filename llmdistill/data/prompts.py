@@ -1,4 +1,4 @@
-"""Prompts of a model: MiniLLM's, its tokenizer's chat template, or a text of one's own; and the ends of its answers."""
+"""Prompts of a model: MiniLLM's, its tokenizer's chat template, or a custom text; and the ends of its answers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def describe_prompt(prompt: str) -> str:
         name = "MiniLLM's prompt" if prompt == MINILLM else "the tokenizer's chat template"
         return f"{name} (data.prompt={prompt})"
     text = json.dumps(prompt, ensure_ascii=False)
-    return f"a text of one's own (data.prompt={text if len(text) <= 80 else text[:77] + '...'})"
+    return f"a custom text (data.prompt={text if len(text) <= 80 else text[:77] + '...'})"
 
 
 def check_chat_keys(examples: Sequence[Example], prompt: str) -> None:

@@ -27,10 +27,10 @@ _MOST_BYTES_OF_JSON = 2_000_000_000
 _PIECE_BYTES = 32_000_000
 """Bytes of the rows of Parquet that are unpacked together."""
 _PIECE_ROWS = 1000
-_PACKED_WELL = 200
-"""How many times smaller than its rows a group of rows of Parquet may be: texts are packed to a third or a tenth."""
+_MOST_COMPRESSION = 200
+"""How many times smaller than its rows a row group of Parquet may be: texts are compressed to a third or a tenth."""
 _MOST_BYTES_OF_PAGES = 256_000_000
-"""A group of rows up to this size may be packed better."""
+"""A row group up to this size may be compressed more."""
 _A_LINE = "write one object a line"
 
 
@@ -43,6 +43,7 @@ def text_lines(path: Path, *, newline: str | None = None) -> Iterator[str]:
         UserError: it cannot be read, is not UTF-8, or has a line of more than MOST_BYTES.
     """
     try:
+        # utf-8-sig, because Excel and others on Windows write a byte order mark.
         with path.open(encoding="utf-8-sig", newline=newline) as lines:
             for number, line in enumerate(iter(partial(lines.readline, MOST_BYTES + 2), ""), start=1):
                 # A character has at most 4 bytes, so most lines need not be encoded; + 1, because the line break is not
@@ -250,7 +251,7 @@ def read_benchmark_tsv(path: Path, *, header: Sequence[str] | None = None) -> Ro
 def _read_parquet(path: Path) -> Rows:
     """Read Parquet in pieces that are small when they are unpacked: a few MB may hold many GB.
 
-    The sizes of the row groups say how large a row is in the mean; columns of texts stay dictionaries, whose values are
+    The sizes of the row groups say how large a row is on average; columns of texts stay dictionaries, whose values are
     unpacked row by row.
     """
     import pyarrow as pa
@@ -268,10 +269,10 @@ def _read_parquet(path: Path) -> Rows:
                 rows = f"rows {number + 1} to {number + metadata.num_rows}"
                 mean = metadata.total_byte_size / max(1, metadata.num_rows)
                 if mean > MOST_BYTES:
-                    raise size_error(f"{path}: {rows}", "a row in the mean")
+                    raise size_error(f"{path}: {rows}", "an average row")
                 packed = sum(metadata.column(place).total_compressed_size for place in range(metadata.num_columns))
                 # pyarrow unpacks a page of up to 2 GB as a whole, and a page may have a thousand rows.
-                if metadata.total_byte_size > max(_PACKED_WELL * packed, _MOST_BYTES_OF_PAGES):
+                if metadata.total_byte_size > max(_MOST_COMPRESSION * packed, _MOST_BYTES_OF_PAGES):
                     raise UserError(
                         f"{path}: {rows} unpack from {byte_size(packed)} to {byte_size(metadata.total_byte_size)}, as "
                         "no text does; write the rows without what is repeated"

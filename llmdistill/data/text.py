@@ -99,7 +99,7 @@ class MixedSequences:
 
     Text i with n_i of the N sequences is sampled with probability q_i = n_i^a / (n_1^a + n_2^a + ...) for the exponent
     a (XLM, Lample and Conneau 2019, section 3.1; XLM-R takes a = 0.3). An epoch has N sequences, of which N q_i are
-    from text i, so that the shares are exact in every epoch and not only in the mean. Each text goes through all of its
+    from text i, so that the shares are exact in every epoch and not only on average. Each text goes through all of its
     own sequences before one of them comes again, however many epochs that takes, and in an order of its own, so that
     also the first epoch sees all regions of a large text.
     """

@@ -132,7 +132,7 @@ class TestWhatIsTooLarge:
         for outputs, said in (
             (["a"] * 9 + ["b" * 1100], "a.parquet: row 10: a row of more than 1.0 kB"),
             ([["a"]] * 9 + [["b"] * 1100], "a.parquet: row 10: a row of more than 1.0 kB"),
-            (["b" * 1100] * 10, "a.parquet: rows 1 to 10: a row in the mean of more than 1.0 kB"),
+            (["b" * 1100] * 10, "a.parquet: rows 1 to 10: an average row of more than 1.0 kB"),
         ):
             table = pa.table({"instruction": ["a"] * 10, "output": outputs})
             pq.write_table(table, path, use_dictionary=False)
