@@ -10,8 +10,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import psutil
 import torch.distributed as dist
+
+from llmdistill.runtime.signals import has_ended
 
 
 class NodeRanks:
@@ -57,7 +58,7 @@ class NodeRanks:
     def describe_lost_ranks(self, seconds: float = 0.0) -> str | None:
         """Return which other ranks of this node have ended, at the latest after some seconds; None if none has."""
         patience = time.monotonic() + seconds
-        while not (ended := [rank for rank, process in self._processes.items() if _has_ended(process)]):
+        while not (ended := [rank for rank, process in self._processes.items() if has_ended(process)]):
             if time.monotonic() >= patience:
                 return None
             time.sleep(0.05)
@@ -66,10 +67,3 @@ class NodeRanks:
             f"the process of {ranks} of this node has ended: if it has not said why, it was killed (out of the "
             "machine's memory, for instance); the same command goes on from the last checkpoint"
         )
-
-
-def _has_ended(process: int) -> bool:
-    try:
-        return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True

@@ -26,6 +26,9 @@ _BLOCKED_SECONDS = 20.0
 """How long a process may go on after a signal that Python has not handled, because it waits inside a library. It has no
 limit in a block of `waiting`."""
 
+_WATCH_SECONDS = 0.5
+"""How often a rank looks whether its launcher is still there."""
+
 
 class _State:
     """What a block of `handling` knows of signals."""
@@ -154,15 +157,27 @@ def _listen(reader: socket.socket, state: _State) -> None:
 
 def _watch_launcher(state: _State) -> None:
     """Send this rank SIGTERM when its parent ends, in whichever way, or DeepSpeed's runner that started the parent."""
-
-    def wait_for(launcher: psutil.Process) -> None:
-        launcher.wait()
-        if not state.is_over.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)
-
+    launchers: list[int] = []
     for number, process in enumerate(psutil.Process().parents() if "RANK" in os.environ else ()):
         with suppress(psutil.Error):
             # On one node a SIGTERM ends DeepSpeed's runner alone: neither its child nor the ranks hear of it.
             if process.pid == 1 or (number > 0 and not any(map(_RUNNER.search, process.cmdline()[:4]))):
                 break
-            threading.Thread(target=wait_for, args=(process,), name="launcher", daemon=True).start()
+            launchers.append(process.pid)
+
+    def watch() -> None:
+        while not any(map(has_ended, launchers)):
+            if state.is_over.wait(_WATCH_SECONDS):
+                return
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if launchers:
+        threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process has ended, also if the one that started it has not asked for its exit code yet."""
+    try:
+        return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
