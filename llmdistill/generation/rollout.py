@@ -51,29 +51,26 @@ class OnPolicyLoader:
 
     loader: StepLoader[Encoded]
     writer: Writer
-    share: float
+    on_policy: float
     """λ: the probability that a step is on-policy."""
-    seed: int
     pad_token_id: int
-    rank: int
-    world_size: int
 
     def is_on_policy(self, step: int) -> bool:
         """Return whether the student generates the answers of this step, on every rank."""
-        return bool(np.random.default_rng((self.seed, step, STEP_KIND)).random() < self.share)
+        return bool(np.random.default_rng((self.loader.share.seed, step, STEP_KIND)).random() < self.on_policy)
 
     def micro_batches(self, step: int) -> list[Batch]:
         """Return this rank's micro batches of a step."""
         if not self.is_on_policy(step):
             return self.loader.micro_batches(step)
-        micro_batches = [list(items) for items in self.loader.micro_batch_items(step)]
+        share, micro_batches = self.loader.share, self.loader.micro_batch_items(step)
         prompts: list[list[Prompt]] = []
         for number, items in enumerate(micro_batches):
             # The index in the global batch, so that a row's random numbers do not depend on the number of ranks.
-            first_row = (number * self.world_size + self.rank) * len(items)
+            first_row = (number * share.world_size + share.rank) * len(items)
             prompts.append([])
             for row, item in enumerate(items, first_row):
-                [state] = np.random.SeedSequence((self.seed, step, row, ANSWER)).generate_state(1, np.uint64)
+                [state] = np.random.SeedSequence((share.seed, step, row, ANSWER)).generate_state(1, np.uint64)
                 prompts[-1].append(Prompt(item.last_prompt, int(state >> np.uint64(1))))  # 63 bits fit into int64
         batches = []
         for items, written in zip(micro_batches, self.writer.write(step, prompts), strict=True):

@@ -49,7 +49,7 @@ def answered_loader(
     plan: Plan, loader: StepLoader[Encoded], engine: Any, tokenizer: Any, save: Callable[[Path], None]
 ) -> OnPolicyLoader:
     """Return the loader whose answers the student writes in some steps; `save` saves it for a server that does."""
-    config, world = plan.config, World.current()
+    config = plan.config
     ends = answer_ends(tokenizer, engine.module.generation_config)
     writer: Writer
     if config.data.rollout.url is None:
@@ -70,11 +70,8 @@ def answered_loader(
     return OnPolicyLoader(
         loader,
         writer,
-        share=config.data.on_policy,
-        seed=config.seed,
+        on_policy=config.data.on_policy,
         pad_token_id=tokenizer.pad_token_id,
-        rank=world.rank,
-        world_size=world.size,
     )
 
 
