@@ -41,7 +41,7 @@ from llmdistill.students.shapes import (
     teacher_layers,
 )
 from llmdistill.students.sizes import check_settings, plan, plan_embedding, summarize
-from llmdistill.students.start.weighted import Weighted, check_calibration_data
+from llmdistill.students.start.weighted import WeightedFactors, check_calibration_data
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def factorize(
     *,
     sigma: Sigma = "left",
     device: torch.device | None = None,
-    weighted: Weighted | None = None,
+    weighted: WeightedFactors | None = None,
     lost: MutableMapping[str, Squares] | None = None,
 ) -> None:
     """Replace linears, experts, and optionally the token embedding, by their best approximations, in place.
@@ -74,14 +74,14 @@ def factorize(
             raise UserError(
                 f"the weight of {name} holds values that are not finite; copy or download the checkpoint again"
             )
-        fitted = None if weighted is None else weighted.fitted(base_name(model, name))
+        fitted = None if weighted is None else weighted.factors_of(base_name(model, name))
         if fitted is not None:
             return fitted.parameters(size, sigma)
         return best(weight if device is None else weight.to(device), size, sigma)
 
     def values(name: str, weight: Tensor, size: Size) -> dict[str, Tensor]:
         """Return the parameters of the factors of one matrix (m, n)."""
-        stored = _like(weight, kind.parameters(factors(kind.factors, name, weight, size)))
+        stored = _cast_like(weight, kind.parameters(factors(kind.factors, name, weight, size)))
         if lost is not None:
             on = weight.device if device is None else device
             lost[name] = squares_lost(weight.to(on), {key: value.to(on) for key, value in stored.items()}, kind, size)
@@ -107,7 +107,7 @@ def factorize(
                     "set tie_word_embeddings to false in config.json"
                 )
         table_factors = factors(kind.embedding_factors, name, embedding.weight, named.embedding)
-        of_embedding = _like(embedding.weight, table_factors)
+        of_embedding = _cast_like(embedding.weight, table_factors)
 
     # A config of its own: one that is shared with the teacher must not describe the teacher as factorized.
     shared = model.config
@@ -129,7 +129,7 @@ def compress_model(
     method: str = "svd",
     *,
     device: torch.device | None = None,
-    weighted: Weighted | None = None,
+    weighted: WeightedFactors | None = None,
     lost: MutableMapping[str, Squares] | None = None,
 ) -> PreTrainedModel:
     """Return a factorized copy of a loaded model with any head; see `compress_in_place`."""
@@ -147,7 +147,7 @@ def compress_in_place(
     method: str = "svd",
     *,
     device: torch.device | None = None,
-    weighted: Weighted | None = None,
+    weighted: WeightedFactors | None = None,
     lost: MutableMapping[str, Squares] | None = None,
 ) -> None:
     """Factorize a loaded model with any head, in place.
@@ -167,7 +167,7 @@ def choose_sizes(
     method: str,
     *,
     device: torch.device | None = None,
-    weighted: Weighted | None = None,
+    weighted: WeightedFactors | None = None,
 ) -> Factorization:
     """Choose the sizes of a model's matrices; for a target of kronecker `search` reads the weights.
 
@@ -180,7 +180,7 @@ def choose_sizes(
 
 
 def _plan_sizes(
-    config: PreTrainedConfig, settings: FactorizeConfig, method: str, weighted: Weighted | None
+    config: PreTrainedConfig, settings: FactorizeConfig, method: str, weighted: WeightedFactors | None
 ) -> Factorization:
     reference = build_reference(config)
     if settings.weighting != "none":
@@ -204,7 +204,7 @@ def compress(
     *,
     device: torch.device | None = None,
     head: HeadName = "saved",
-    weighted: Weighted | None = None,
+    weighted: WeightedFactors | None = None,
 ) -> dict[str, Any]:
     """Factorize the model of a folder into a new folder that from_pretrained loads; returns what `summarize` does.
 
@@ -272,7 +272,7 @@ def _parts(
     return important_parts(importance, student, teacher, layers)
 
 
-def _like(weight: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _cast_like(weight: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the values with the dtype of a weight, unless they are integers, on its device."""
     return {
         name: value.to(weight) if value.is_floating_point() else value.to(weight.device)

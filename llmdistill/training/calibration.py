@@ -40,8 +40,8 @@ from llmdistill.step.teacher import Teacher
 from llmdistill.students.importance import Importance, measure_importance
 from llmdistill.students.shapes import teacher_layers
 from llmdistill.students.start.calibration_folder import SavedFactors
-from llmdistill.students.start.weigh import Source, weigh
-from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, Weighted
+from llmdistill.students.start.weigh import CalibrationSource, weigh
+from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, WeightedFactors
 from llmdistill.students.svd import determine_vectors
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, TaskData
@@ -58,7 +58,7 @@ _UNDETERMINED = 1e-5
 """Embeddings in fp32 say nothing of a direction that is weaker than this share of the strongest."""
 
 
-def measure_weights(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> Weighted | None:
+def measure_weights(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> WeightedFactors | None:
     """Weigh the factorization of a run by its calibration data; None without a weighting. Every rank must call it.
 
     `teacher` loads the teacher with the head that its folder has. The run's own `data` are taken if the calibration
@@ -69,7 +69,7 @@ def measure_weights(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskDa
     if settings.weighting == "none":
         return None
     began = time.perf_counter()
-    source = Source(
+    source = CalibrationSource(
         config=plan.models.teacher,
         teacher=teacher,
         batches=cache(lambda: _batches_of_run(plan, data)),
@@ -128,7 +128,7 @@ def measure_weights_on(
     limits: Mapping[str, Any],
     device: torch.device | None,
     origin: Path | str | None,
-) -> Weighted:
+) -> WeightedFactors:
     """Weigh the factorization of a dense model by data, outside of a run.
 
     The model is moved to `device` for the forward passes, and back; by default it stays. `limits` are prompt,
@@ -166,7 +166,7 @@ def measure_weights_on(
             arrays = ((f"{name} {each.dtype}", each.reshape(-1).view(torch.uint8).numpy()) for name, each in tensors)
             return memory_fingerprint({"config": json.loads(model.config.to_json_string()), "tokenizer": words}, arrays)
 
-        source = Source(
+        source = CalibrationSource(
             config=model.config,
             teacher=lambda: LiveTeacher(moved, moved),
             batches=cache(lambda: calibration_batches(config, models)),
@@ -315,7 +315,7 @@ def _read(config: RunConfig, models: Models) -> TaskData:
     return make_task(replace(config, data=data), trains=True).read_on_all(models).prepare()
 
 
-def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: float) -> None:
+def _report(folder: Path, settings: FactorizeConfig, found: WeightedFactors, seconds: float) -> None:
     """Print what a weighted factorization is expected to cost, and write its figures into the run's folder."""
     values = {
         "weighting": settings.weighting,
@@ -332,7 +332,7 @@ def _report(folder: Path, settings: FactorizeConfig, found: Weighted, seconds: f
     _say_which_allocation(found)
 
 
-def _say_which_allocation(found: Weighted, *, aside: bool = False) -> None:
+def _say_which_allocation(found: WeightedFactors, *, aside: bool = False) -> None:
     """Print which allocation the check on held-out data chose, if there was one."""
     if found.held_out:
         by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]

@@ -125,7 +125,7 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     ]
 
     def weighed(model: Any, target: str) -> Any:
-        source = weigh.Source(
+        source = weigh.CalibrationSource(
             config=model.config,
             teacher=lambda: LiveTeacher(model, model),
             batches=lambda: (batches[: count // 8], batches[count // 8 :]),

@@ -50,8 +50,8 @@ from llmdistill.students.counting import count_parameters, layer_linears
 from llmdistill.students.install import matrix
 from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.moments import Moments
-from llmdistill.students.start.weigh import Source, choose_ranks, measure_factors, weigh
-from llmdistill.students.start.weighted import Weighted, WeightedSVD, weighted_svd
+from llmdistill.students.start.weigh import CalibrationSource, choose_ranks, measure_factors, weigh
+from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, weighted_svd
 from llmdistill.students.svd import factor_params, largest_rank
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import LoadedModel, Models
@@ -165,8 +165,8 @@ class Bench:
             kept[name] = weighted_svd(weight, plain, min(weight.shape))
         return kept
 
-    def _source(self, kept: SavedFactors, batches: Sequence[Batch]) -> Source:
-        return Source(
+    def _source(self, kept: SavedFactors, batches: Sequence[Batch]) -> CalibrationSource:
+        return CalibrationSource(
             config=self.model.config,
             teacher=lambda: LiveTeacher(self.model, self.model),
             batches=lambda: (batches, self.held_out),
@@ -194,7 +194,7 @@ class Bench:
             found[name] = ((factors[name].left.T @ gradient) * factors[name].right).sum(1)
         return found
 
-    def student(self, start: str, share: float) -> tuple[FactorizeConfig, Weighted]:
+    def student(self, start: str, share: float) -> tuple[FactorizeConfig, WeightedFactors]:
         """Return the settings, ranks and factors of a start at a share of the linears' parameters."""
         weighting, allocation = STARTS[start]
         budget = int(share * self.linears)
@@ -214,12 +214,12 @@ class Bench:
         ranks = {name: int(share * m * n / (m + n)) for name, (m, n) in self.shapes.items()}
         if allocation == "zero sum":
             ranks = zero_sum_ranks(factors, self.slopes(factors), self.shapes, budget)
-        return settings, Weighted(ranks={}, factors=factors, predicted_loss=0.0).with_ranks(ranks)
+        return settings, WeightedFactors(ranks={}, factors=factors, predicted_loss=0.0).with_ranks(ranks)
 
     def score(self, start: str, share: float) -> dict[str, Any]:
         """Make a student in the place of the model's weights, score it, and put the weights back."""
         began = time.perf_counter()
-        settings, found = FactorizeConfig(), Weighted(ranks={}, factors={}, predicted_loss=0.0)
+        settings, found = FactorizeConfig(), WeightedFactors(ranks={}, factors={}, predicted_loss=0.0)
         if start != "teacher":
             settings, found = self.student(start, share)
         params, weights = self.linears, {}

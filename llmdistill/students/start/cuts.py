@@ -30,11 +30,11 @@ from llmdistill.students.start.sampled import (
     running_as,
     tapped_output,
 )
-from llmdistill.students.start.weighted import Weighted, WeightedSVD
+from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD
 from llmdistill.students.svd import truncated_svd
 
 
-def cut(model: PreTrainedModel, weighted: Weighted) -> AbstractContextManager[None]:
+def cut(model: PreTrainedModel, weighted: WeightedFactors) -> AbstractContextManager[None]:
     """Within this block, linears of a dense model return what the student's would; the model keeps its weights.
 
     The products are computed in fp32, and each factor is moved to the device of the inputs when it is needed, so this
@@ -170,7 +170,9 @@ class _LossSums(HookSums):
 
 
 @torch.no_grad()
-def divergences(model: PreTrainedModel, cuts: Mapping[str, Weighted], batches: Iterable[Batch]) -> dict[str, float]:
+def divergences(
+    model: PreTrainedModel, cuts: Mapping[str, WeightedFactors], batches: Iterable[Batch]
+) -> dict[str, float]:
     """Return how far each cut moves a model from itself: a mean over real tokens, or sequences of a classifier.
 
     It is KL(dense‖cut) of the logits in nats; for scores, and for the last hidden states of models without a head, half

@@ -24,12 +24,12 @@ from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.cuts import divergences
 from llmdistill.students.start.measure import Measurement, first_tokens
 from llmdistill.students.start.sampled import graph_tokens
-from llmdistill.students.start.weighted import Weighted, WeightedSVD, allocate
+from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, allocate
 from llmdistill.teachers.live import LiveTeacher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class CalibrationSource:
     """The teacher and the data of a calibration. Either is loaded only if something must be measured on it."""
 
     config: PreTrainedConfig
@@ -46,7 +46,7 @@ class Source:
     """Takes sentences about the progress."""
 
 
-def weigh(source: Source, settings: FactorizeConfig, method: str = "svd") -> Weighted:
+def weigh(source: CalibrationSource, settings: FactorizeConfig, method: str = "svd") -> WeightedFactors:
     """Return the weighted factorization, with ranks that are checked on held-out data.
 
     The predicted loss adds up the costs of lowering one matrix at a time. So these ranks and a single rank of the same
@@ -81,10 +81,10 @@ def weigh(source: Source, settings: FactorizeConfig, method: str = "svd") -> Wei
     return replace(weighted, others=others, predicted_loss=loss)
 
 
-_NOTHING = Weighted(ranks={}, factors={}, predicted_loss=0.0)
+_NOTHING = WeightedFactors(ranks={}, factors={}, predicted_loss=0.0)
 
 
-def _make_measurement(source: Source, settings: FactorizeConfig, method: str = "svd") -> Measurement:
+def _make_measurement(source: CalibrationSource, settings: FactorizeConfig, method: str = "svd") -> Measurement:
     model = source.teacher().model
     return Measurement(
         model=model,
@@ -96,13 +96,13 @@ def _make_measurement(source: Source, settings: FactorizeConfig, method: str = "
     )
 
 
-def _choose_checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted:
+def _choose_checked_ranks(source: CalibrationSource, settings: FactorizeConfig) -> WeightedFactors:
     """Choose the ranks as `weigh` does, and return them with their factors."""
     factors, world = _make_factors(source, settings), World.current()
     checks = settings.allocation == "loss" and settings.calibration.held_out != 0
     names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation,)
 
-    def choose() -> dict[str, Weighted]:
+    def choose() -> dict[str, WeightedFactors]:
         if not world.is_main:
             return dict.fromkeys(names, _NOTHING)
         return {name: choose_ranks(source.config, replace(settings, allocation=name), factors) for name in names}
@@ -122,7 +122,7 @@ def _choose_checked_ranks(source: Source, settings: FactorizeConfig) -> Weighted
     )
 
 
-def _make_factors(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
+def _make_factors(source: CalibrationSource, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
     """Return the factors of the matrices on rank 0, with costs that are corrected by predicted losses near the budget.
 
     Every rank must call this function.
@@ -146,16 +146,16 @@ def _make_factors(source: Source, settings: FactorizeConfig) -> Mapping[str, Wei
     if settings.allocation != "loss":
         return factors
 
-    def corrected() -> Mapping[str, WeightedSVD]:
+    def correct_costs() -> Mapping[str, WeightedSVD]:
         if not world.is_main:
             return factors
         weighted = choose_ranks(source.config, settings, factors)
-        return weighted.corrected({name: float(losses[name][rank]) for name, rank in weighted.ranks.items()}).factors
+        return weighted.with_losses({name: float(losses[name][rank]) for name, rank in weighted.ranks.items()}).factors
 
-    return on_every(corrected)
+    return on_every(correct_costs)
 
 
-def measure_factors(source: Source, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
+def measure_factors(source: CalibrationSource, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
     """Return the factors of the matrices, on rank 0; every rank must call this function.
 
     Without a folder they are measured up to the ranks that the settings can need; with one up to the full rank, so that
@@ -201,13 +201,15 @@ def measure_factors(source: Source, settings: FactorizeConfig) -> Mapping[str, W
     return factors
 
 
-def choose_ranks(config: PreTrainedConfig, settings: FactorizeConfig, factors: Mapping[str, WeightedSVD]) -> Weighted:
+def choose_ranks(
+    config: PreTrainedConfig, settings: FactorizeConfig, factors: Mapping[str, WeightedSVD]
+) -> WeightedFactors:
     """Return the ranks of a teacher's matrices, as the settings and the factors decide them.
 
     Raises:
         UserError: the settings do not fit the model.
     """
-    reference, unranked = build_reference(config), Weighted(ranks={}, factors=factors, predicted_loss=0.0)
+    reference, unranked = build_reference(config), WeightedFactors(ranks={}, factors=factors, predicted_loss=0.0)
     if settings.allocation == "uniform":
         return unranked.with_ranks(_plan_ranks(reference, settings))
     # The data never reach the others, so the cost of lowering their ranks is unknown.

@@ -135,7 +135,7 @@ def damp(moment: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weighted:
+class WeightedFactors:
     """The ranks of a weighted factorization and the factors of the matrices."""
 
     ranks: Mapping[str, int]
@@ -148,7 +148,7 @@ class Weighted:
     held_out: Mapping[str, float] = field(default_factory=dict)
     """The divergence from the teacher on data that the calibration did not see, by allocation; empty if not checked."""
 
-    def fitted(self, name: str) -> WeightedSVD | WeightedKronecker | WeightedTable | None:
+    def factors_of(self, name: str) -> WeightedSVD | WeightedKronecker | WeightedTable | None:
         """Return the factors of a module by its name in the base model; None if there are none."""
         return self.others[name] if name in self.others else self.factors.get(name)
 
@@ -188,20 +188,20 @@ class Weighted:
             spectra[name] = {"shape": list(svd.shape), "costs": [[rank, costs[rank]] for rank in ranks.tolist()]}
         return spectra
 
-    def with_ranks(self, ranks: Mapping[str, int]) -> Weighted:
+    def with_ranks(self, ranks: Mapping[str, int]) -> WeightedFactors:
         """Return the same factors with other ranks."""
         loss = sum(svd.costs()[ranks[name]] for name, svd in self.factors.items() if name in ranks)
         loss += sum(factors.cost for factors in self.others.values())
         return replace(self, ranks=ranks, predicted_loss=loss)
 
-    def corrected(self, losses: Mapping[str, float]) -> Weighted:
+    def with_losses(self, losses: Mapping[str, float]) -> WeightedFactors:
         """Return the same ranks at the costs that `predict_losses` gives; a matrix's other ranks cost in proportion."""
         costs = {name: self.factors[name].costs()[self.ranks[name]] for name in losses}
         ratios = {name: losses[name] / cost for name, cost in costs.items() if cost > 0 and losses[name] > 0}
-        return replace(self, factors=Rescaled(self.factors, ratios)).with_ranks(self.ranks)
+        return replace(self, factors=RescaledFactors(self.factors, ratios)).with_ranks(self.ranks)
 
 
-class Rescaled(Mapping[str, WeightedSVD]):
+class RescaledFactors(Mapping[str, WeightedSVD]):
     """Factors whose costs are multiplied by a ratio; a matrix is read from `factors` on access."""
 
     def __init__(self, factors: Mapping[str, WeightedSVD], ratios: Mapping[str, float]) -> None:

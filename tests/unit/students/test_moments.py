@@ -358,7 +358,7 @@ def test_the_predicted_losses_average_over_sampled_labels():
 def test_corrected_factors_cost_what_was_measured():
     _, weighted, _ = prepared("llama")
     name = next(iter(weighted.ranks))
-    corrected = weighted.corrected({each: 0.5 for each in weighted.ranks})
+    corrected = weighted.with_losses({each: 0.5 for each in weighted.ranks})
     assert corrected.factors[name].costs()[3] == pytest.approx(0.5)
     assert corrected.predicted_loss == pytest.approx(0.5 * len(weighted.ranks))
     before, after = (each.factors[name].costs() for each in (weighted, corrected))

@@ -22,7 +22,7 @@ from llmdistill.students.start.cuts import cut, predict_losses
 from llmdistill.students.start.moments import measure_moments
 from llmdistill.students.start.sampled import Sampling, watch_reads
 from llmdistill.students.start.weigh import weigh
-from llmdistill.students.start.weighted import Weighted, WeightedSVD, weighted_svd
+from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, weighted_svd
 
 from support import in_memory
 
@@ -253,6 +253,6 @@ def test_the_held_out_check_cuts_plainly_what_the_calibration_lacks():
     name = base_name(model, next(iter(layer_linears(model))))
     linear = model.base_model.get_submodule(name)
     x = torch.randn(5, linear.in_features)
-    with torch.no_grad(), cut(model, Weighted(ranks={name: 3}, factors={}, predicted_loss=0.0)):
+    with torch.no_grad(), cut(model, WeightedFactors(ranks={name: 3}, factors={}, predicted_loss=0.0)):
         u, s, vh = torch.linalg.svd(linear.weight)
         torch.testing.assert_close(linear(x), x @ (u[:, :3] * s[:3] @ vh[:3]).T + linear.bias, rtol=0, atol=1e-5)

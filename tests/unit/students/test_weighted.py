@@ -15,7 +15,7 @@ from llmdistill.students.start.moments import Moments
 from llmdistill.students.start.weighted import (
     GRADIENT_DAMPING,
     INPUT_DAMPING,
-    Weighted,
+    WeightedFactors,
     WeightedSVD,
     allocate,
     weighted_svd,
@@ -91,7 +91,7 @@ def test_the_predicted_cost_is_that_of_the_product(gradients):
         assert cost == pytest.approx(float(naive_cost(weight, product(factors, rank), moments)), rel=2e-2, abs=1e-3)
     assert costs[10] == pytest.approx(0.0, abs=1e-6 * costs[0])
     for most in (6, 32):  # points of a plot
-        spectrum = Weighted(ranks={}, factors={"a": factors}, predicted_loss=0.0).spectra(most)["a"]
+        spectrum = WeightedFactors(ranks={}, factors={"a": factors}, predicted_loss=0.0).spectra(most)["a"]
         ranks = [rank for rank, _ in spectrum["costs"]]
         assert spectrum == {"shape": [16, 10], "costs": [[rank, costs[rank]] for rank in ranks]}
         assert (ranks[0], ranks[-1]) == (0, 10)
