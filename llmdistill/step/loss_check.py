@@ -9,7 +9,7 @@ from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import all_reduce_sum
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.own_loss import OwnLoss, own_loss
+from llmdistill.step.own_loss import OwnLoss, measure_own_loss
 from llmdistill.step.teacher import Teacher
 
 LossModes = Mapping[str, Mapping[str, bool]]
@@ -33,7 +33,7 @@ def check_losses(models: Mapping[str, TappedModel], batch: Batch) -> LossModes:
     for name, tapped in models.items():
         if not tapped.has_lm_head:
             continue
-        loss = own_loss(tapped, batch, all_reduce_sum)
+        loss = measure_own_loss(tapped, batch, all_reduce_sum)
         shortcut, makes_mask = loss.has_plain_head and loss.is_ours, tapped.makes_mask or not loss.is_ours
         if not shortcut:
             print_main(f"Note        {name}: {_describe_difference(tapped, loss)}")

@@ -43,7 +43,9 @@ class OwnLoss:
 
 
 @torch.no_grad()
-def own_loss(tapped: TappedModel, batch: Batch, reduce: Callable[[Tensor], object] = lambda sums: None) -> OwnLoss:
+def measure_own_loss(
+    tapped: TappedModel, batch: Batch, reduce: Callable[[Tensor], object] = lambda sums: None
+) -> OwnLoss:
     """Compute the loss as the model does and as llmdistill does, on the first half of a batch's rows.
 
     These are cut to about 1,024 tokens. The loss is the cross-entropy of the labels, or of all

@@ -21,7 +21,7 @@ from llmdistill.models.heads import CLASSES
 from llmdistill.objective import Objective
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.loss_check import check_losses
-from llmdistill.step.own_loss import own_loss
+from llmdistill.step.own_loss import measure_own_loss
 from llmdistill.step.taps import Recorder
 
 CHANGES = {
@@ -245,7 +245,7 @@ def test_the_loss_after_the_check_is_the_models_own(name, capsys):
 
 def test_a_softcap_is_seen_while_the_logits_are_small():
     model = tiny_model("gemma2", scale=0.1)
-    loss = own_loss(TappedModel(model, Recorder(model, {})), batch_of())
+    loss = measure_own_loss(TappedModel(model, Recorder(model, {})), batch_of())
     assert abs(loss.own - loss.of_product) < 1e-4, "the losses alone would not show it"
     assert not loss.has_plain_head
 
@@ -255,7 +255,7 @@ def test_other_masks_are_seen(monkeypatch):
     monkeypatch.setattr("llmdistill.step.forward._find_sequences", lambda *_: None)
     tapped = tapped_model("mistral")
     batch = batch_of()
-    loss = own_loss(tapped, batch)
+    loss = measure_own_loss(tapped, batch)
     assert loss.has_plain_head
     assert not loss.is_ours
     check_losses({"student": tapped}, batch)
