@@ -16,7 +16,6 @@ from llmdistill.report.results import (
     COSTS,
     TEACHER,
     Comparison,
-    ComparisonRow,
     best_figures,
     describe_finding,
 )
@@ -93,7 +92,25 @@ def comparison_report(folder: Path, comparison: Comparison) -> StudyReport:
 
 
 def _make_results(comparison: Comparison) -> dict[str, Any]:
-    methods = {row.key: _make_result(row, comparison.difference(row)) for row in comparison.rows}
+    methods = {}
+    for row in comparison.rows:
+        scores: dict[str, Any] | None = None
+        if row.average is not None:
+            by_set = {name: spread.to_dict() for name, spread in row.by_set.items()}
+            scores = {**by_set, "average": row.average.mean}
+        methods[row.key] = {
+            "params": row.params,
+            row.score.key: scores,
+            **({"perplexity": row.perplexity and row.perplexity.to_dict()} if row.score is ROUGE_L else {}),
+            **({"texts": {name: spread.to_dict() for name, spread in row.by_text.items()}} if row.by_text else {}),
+            "average_std": None if row.average is None else row.average.std,
+            "difference_to_teacher": comparison.difference(row),
+            "seeds": [run.seed for run in row.ended],
+            "settings": None if row.settings is None else dict(row.settings),
+            f"valid_{row.score.key}": None if row.valid is None else row.valid.mean,
+            "runs": [run.folder for run in row.ended],
+            "failed": [{"seed": run.seed, "folder": run.folder, "error": run.reason} for run in row.failed],
+        }
     starts = [
         {
             **{
@@ -115,28 +132,6 @@ def _make_results(comparison: Comparison) -> dict[str, Any]:
     }
     sets = {"score": comparison.score.key, "sets": list(comparison.sets), **counts}
     return {"methods": methods, **({"starts": starts} if starts else {}), **sets, "warnings": list(comparison.warnings)}
-
-
-def _make_result(row: ComparisonRow, difference: float | None) -> dict[str, Any]:
-    scores: dict[str, Any] | None = None
-    if row.average is not None:
-        scores = {
-            **{name: spread.to_dict() for name, spread in row.by_set.items()},
-            "average": row.average.mean,
-        }
-    return {
-        "params": row.params,
-        row.score.key: scores,
-        **({"perplexity": row.perplexity and row.perplexity.to_dict()} if row.score is ROUGE_L else {}),
-        **({"texts": {name: spread.to_dict() for name, spread in row.by_text.items()}} if row.by_text else {}),
-        "average_std": None if row.average is None else row.average.std,
-        "difference_to_teacher": difference,
-        "seeds": [run.seed for run in row.ended],
-        "settings": None if row.settings is None else dict(row.settings),
-        f"valid_{row.score.key}": None if row.valid is None else row.valid.mean,
-        "runs": [run.folder for run in row.ended],
-        "failed": [{"seed": run.seed, "folder": run.folder, "error": run.reason} for run in row.failed],
-    }
 
 
 def _without_prefix(value: Any, folder: Path) -> Any:

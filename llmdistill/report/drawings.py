@@ -29,6 +29,7 @@ _CURVES = {
     ),
 }
 """The learning curves by column of the log, each with its label and caption; the first one with values is drawn."""
+_TERMS_CAPTION = "Each term of the training loss, mean over seeds, with a band from the lowest to the highest seed."
 _OWN_FILES = re.compile(r"scores|size|predicted|terms_.+|perplexity_.+|curves|(learning_curves|ranks|spectra)(_.+)?")
 """The names of the plots of a report."""
 
@@ -55,7 +56,16 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
         drawings += _draw_scores(comparison, styles, text)
     for start in dict.fromkeys(row.start for row in rows if row.trained):
         drawings += _draw_curves([row for row in rows if row.start == start], start)
-    drawings += [terms for row in rows if (terms := _draw_terms(row, styles[row.key])) is not None]
+    for row in rows:
+        logs = [row.logs.get(run.folder, []) for run in row.ended]
+        terms = {term: curve for term in row.terms if plots.is_line(curve := plots.mean_curve(logs, term))}
+        if len(row.terms) > 1 and terms:
+            name = f"terms_{re.sub(r'[^A-Za-z0-9_.-]', '_', row.key)}"
+            caption = (
+                "Each term of the training loss, mean over seeds, with a band from the lowest to the highest seed."
+            )
+            figure = plot_terms(terms, styles[row.key])
+            drawings.append(Drawing(name, f"Terms of the loss: {row.title}", caption, figure))
     for text in measures:
         drawings += _draw_size(comparison, styles, text)
     predicted = draw_predictions([student.weighting for student in comparison.untrained])
@@ -123,17 +133,6 @@ def _draw_curves(rows: Sequence[ComparisonRow], start: str) -> list[Drawing]:
             figure = plots.plot_curves(curves, label)
             return [_name_by_start(Drawing("learning_curves", "Learning curves", caption, figure), start)]
     return []
-
-
-def _draw_terms(row: ComparisonRow, style: plots.Style) -> Drawing | None:
-    """Return the plot of a method's loss terms if its loss has several."""
-    histories = [row.logs.get(run.folder, []) for run in row.ended]
-    terms = {term: curve for term in row.terms if plots.is_line(curve := plots.mean_curve(histories, term))}
-    if len(row.terms) < 2 or not terms:
-        return None
-    name = f"terms_{re.sub(r'[^A-Za-z0-9_.-]', '_', row.key)}"
-    caption = "Each term of the training loss, mean over seeds, with a band from the lowest to the highest seed."
-    return Drawing(name, f"Terms of the loss: {row.title}", caption, plot_terms(terms, style))
 
 
 def _draw_size(comparison: Comparison, styles: Mapping[str, plots.Style], text: str | None) -> list[Drawing]:

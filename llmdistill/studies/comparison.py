@@ -151,7 +151,14 @@ class MethodStudy(Study):
         title = start.title(f"{'teacher and ' if first else ''}untrained student{of_size}")
         make = partial(make_trial, self.folder, self.recipe, start.key("base"), title=title)
         base = make(changes) if size is None else self.base(start)
-        return make({**changes, **self._shared_calibration(start, base)})
+        given = self.recipe.student.factorize.calibration.folder
+        # All sizes of a start share a calibration; a folder that is given holds only one.
+        is_shared = bool(self.sizes) if given is None else bool(start.name)
+        if is_shared and base.config.student.factorize.weighting != "none":
+            # The name of the run says what was measured, on which data.
+            folder = Path(self.folder / "calibration" if given is None else given) / base.folder.name
+            changes["student.factorize.calibration.folder"] = str(folder)
+        return make(changes)
 
     def _scored_on(self, *, tests: bool, valid: bool) -> dict[str, Any]:
         """Return the settings of the sets that a run is scored on, by dotted key.
@@ -165,16 +172,6 @@ class MethodStudy(Study):
             "data.tests": {**(data.tests if tests else {}), **({VALID: data.valid} if valid and is_measured else {})},
             "data.valid": data.valid if valid else None,
         }
-
-    def _shared_calibration(self, start: Start, base: Trial) -> dict[str, Any]:
-        """Return the setting with which all sizes of a start share a calibration, by dotted key."""
-        given = self.recipe.student.factorize.calibration.folder
-        needed = bool(self.sizes) if given is None else bool(start.name)  # a given folder holds one calibration
-        if not needed or base.config.student.factorize.weighting == "none":
-            return {}
-        # The name of the run says what was measured, on which data.
-        folder = Path(self.folder / "calibration" if given is None else given) / base.folder.name
-        return {"student.factorize.calibration.folder": str(folder)}
 
     @property
     def answers(self) -> Answers:
