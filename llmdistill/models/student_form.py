@@ -72,7 +72,7 @@ class StudentForm:
         return False
 
     def add(self, model: PreTrainedModel, settings: Any, seed: int) -> None:
-        """Give a student the form in which it learns, in place."""
+        """Give a student the form in which it learns, in place; also on the meta device, where plans count memory."""
 
     def saved_size(self, size: SavedSize, settings: Any, build: Callable[[], PreTrainedModel]) -> SavedSize:
         """Return the size of a saved student with the form, from that without it; `build` is that of `check`."""

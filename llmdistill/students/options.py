@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from llmdistill.models.families import base_name, family_of, has_family, layers_name
@@ -90,11 +89,22 @@ class Group:
             for name in (name for name in self.members if layer_of[name] in sampled):
                 weight = matrix(model.base_model.get_submodule(base_name(model, name)))
                 weight = (weight.T if self.members[name] else weight).to(device or weight.device).float().contiguous()
-                energy += _square(weight)
-                energies += [
-                    _square(weight) if shape is None else _leading_energy(rearrange(weight, shape), shape.sums)
-                    for shape in costs.choices
-                ]
+                whole = float(weight.double().square().sum())
+                energy += whole
+                for choice, shape in enumerate(costs.choices):
+                    if shape is None:
+                        energies[choice] += whole
+                        continue
+                    rearranged = rearrange(weight, shape)
+                    short = min(rearranged.shape)
+                    if short <= EXACT_SIDE:
+                        wide = rearranged if rearranged.shape[0] == short else rearranged.T
+                        squares = torch.linalg.eigvalsh((wide @ wide.T).double())[-shape.sums :]
+                    else:
+                        q = min(short, shape.sums + OVERSAMPLING)
+                        _, values, _ = torch.svd_lowrank(rearranged, q=q, niter=POWER_ITERATIONS)
+                        squares = values[: shape.sums].double().square()
+                    energies[choice] += float(squares.sum())
         return costs.with_errors(self.m * self.n * len(self.members), energies, energy)
 
 
@@ -161,18 +171,3 @@ def drop_dominated(options: Options, *, with_flops: bool) -> Options:
         if not (best and (cost[best] <= cost[number]).all(axis=1).any()):
             best.append(int(number))
     return options.only(best)
-
-
-def _leading_energy(rearranged: Tensor, sums: int) -> float:
-    """Return the sum of the largest squared singular values, for ranking."""
-    short = min(rearranged.shape)
-    if short <= EXACT_SIDE:
-        wide = rearranged if rearranged.shape[0] == short else rearranged.T
-        return float(torch.linalg.eigvalsh((wide @ wide.T).double())[-sums:].sum())
-    q = min(short, sums + OVERSAMPLING)
-    _, values, _ = torch.svd_lowrank(rearranged, q=q, niter=POWER_ITERATIONS)
-    return _square(values[:sums])
-
-
-def _square(tensor: Tensor) -> float:
-    return float(tensor.double().square().sum())

@@ -176,7 +176,19 @@ def summarize(
         install(reference, planned)
         student_params, flops = count_parameters(reference), forward_flops(reference)
         dense = [name for name in (*linears, *stacks) if name not in planned.sizes]
-        sizes = {**_described(method, linears, planned.sizes), "dense": dense}
+        if method == "svd":
+            distinct = set(planned.sizes.values())
+            sizes = {"rank": distinct.pop() if len(distinct) == 1 else None, "ranks": planned.sizes}
+        else:
+            shapes: dict[str, Any] = dict(planned.sizes)
+            flops_of = {name: dense_flops(m, n) for name, (m, n) in linears.items()}
+            changed = {name: kronecker_flops(*linears[name], shape) for name, shape in shapes.items()}
+            sizes = {
+                "flops_per_token": sum((flops_of | changed).values()),
+                "teacher_flops_per_token": sum(flops_of.values()),
+                "shapes": {name: list(shape) for name, shape in shapes.items()},
+            }
+        sizes["dense"] = dense
     return {
         "method": method,
         "model_type": config.model_type,
@@ -186,19 +198,6 @@ def summarize(
         "forward_flops": flops,
         **sizes,
         KINDS[method].embedding_key: planned.embedding,
-    }
-
-
-def _described(method: str, linears: Mapping[str, Shape], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    if method == "svd":
-        distinct = set(sizes.values())
-        return {"rank": distinct.pop() if len(distinct) == 1 else None, "ranks": sizes}
-    dense = {name: dense_flops(m, n) for name, (m, n) in linears.items()}
-    changed = {name: kronecker_flops(*linears[name], shape) for name, shape in sizes.items()}
-    return {
-        "flops_per_token": sum((dense | changed).values()),
-        "teacher_flops_per_token": sum(dense.values()),
-        "shapes": {name: list(shape) for name, shape in sizes.items()},
     }
 
 

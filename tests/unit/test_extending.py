@@ -16,6 +16,7 @@ from tiny import tiny_model
 
 from llmdistill import DistillationLoss
 from llmdistill.batch import TopK
+from llmdistill.cli import main
 from llmdistill.config import StudentConfig, TeacherConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import FieldError, UserError
@@ -218,7 +219,10 @@ def test_a_form_of_ones_own_is_planned_saved_scored_and_exported(folder, capfd):
     assert "25% of the weights pruned" in printed
     pruned = 0
     halved = load_model(folder / "halved", dtype="auto")
-    for student, share in ((result.student, 4), (halved, 2)):
+    words = ["export", "--to", "pruned", "--settings.share", "0.5", "--model", str(result.folder / "student")]
+    assert main([*words, "--output", str(folder / "halved again")]) == 0
+    again = load_model(folder / "halved again", dtype="auto")
+    for student, share in ((result.student, 4), (halved, 2), (again, 2)):
         linears = [m for m in student.modules() if type(m) is torch.nn.Linear and m is not student.lm_head]
         assert len(linears) > 10
         for module in linears:
