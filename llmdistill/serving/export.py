@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import new_proven_folder
+from llmdistill.config.strict import did_you_mean
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.companions import save_model
@@ -36,11 +37,11 @@ def export(
 ) -> dict[str, Any]:
     """Export as `llmdistill.export` does, and give the new folder the card of the student's folder, if it has one."""
     forms = exported_forms()
-    names = [repr(name) for name in ("dense", "onnx", *forms)]
-    if to not in ("dense", "onnx", *forms) or (int8 and to != "onnx"):
-        raise UserError(
-            f"export to={to!r} int8={int8}: give to={', '.join(names[:-1])} or {names[-1]}, and int8 with onnx alone"
-        )
+    names = ("dense", "onnx", *forms)
+    if to not in names:
+        raise UserError(f"export to: {to!r} does not fit; expected {', '.join(names)}{did_you_mean(to, names)}")
+    if int8 and to != "onnx":
+        raise UserError(f"export to={to!r} int8=True: int8 goes with onnx alone")
     if any(settings.values()) and to not in forms:
         raise UserError(
             f"export to={to!r}: {', '.join(settings)} are for {' and '.join(map(repr, forms))}: leave them out"

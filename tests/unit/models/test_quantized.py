@@ -175,7 +175,7 @@ def test_what_has_no_linears_or_too_many_words_is_refused(tmp_path):
     model_of().save_pretrained(tmp_path / "student")
     for to, more, said in (
         ("dense", {"group_size": 8}, "export to='dense': group_size are for 'int8' and 'int4'"),
-        ("int4", {"int8": True}, "int8 with onnx alone"),
+        ("int4", {"int8": True}, "int8 goes with onnx alone"),
     ):
         with pytest.raises(UserError, match=said):
             llmdistill.export(tmp_path / "student", tmp_path / "out", to=to, **more)
