@@ -243,7 +243,7 @@ class SequenceLoader(StepLoader[int]):
         return sorted(places, key=self.sequences.length, reverse=True)
 
 
-class Prefetched:
+class PrefetchingLoader:
     """A loader that prepares the micro batches of the next step in a thread while the caller uses the current ones.
 
     The batches are the same as without prefetching. An exception in the thread is raised when the caller asks for the

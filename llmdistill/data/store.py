@@ -172,7 +172,7 @@ class MappedItems(Sequence[Item]):
         return int(pc.max(pc.list_value_length(self._tokens)).as_py())
 
 
-class Joined(Sequence[Item]):
+class JoinedItems(Sequence[Item]):
     """The examples of several files, one after the other."""
 
     def __init__(self, parts: Sequence[MappedItems[Item]]) -> None:
@@ -202,7 +202,7 @@ class Joined(Sequence[Item]):
         return self.parts[number], index - int(self._ends[number]) + len(self.parts[number])
 
 
-class Grouped(Sequence[list[Item]]):
+class ItemGroups(Sequence[list[Item]]):
     """Groups of neighboring examples, such as the three of a triple."""
 
     def __init__(self, items: MappedItems[Item], size: int) -> None:

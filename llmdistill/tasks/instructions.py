@@ -21,7 +21,7 @@ from llmdistill.data.references import parts_of
 from llmdistill.data.rows import describe_left_out
 from llmdistill.data.sampler import Mixture, Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import check_rows, read_examples
-from llmdistill.data.store import Joined, MappedItems
+from llmdistill.data.store import JoinedItems, MappedItems
 from llmdistill.data.stored_examples import StoredExamples, open_examples, store_examples
 from llmdistill.data.stream import ExampleStream, StreamLoader, check_stream
 from llmdistill.embedded import locate
@@ -102,7 +102,7 @@ class InstructionData(TaskData):
     """The test sets that are texts."""
     written_by: Path | None
     """The teacher, if it must have written the training set."""
-    train: MappedItems[Encoded] | Joined[Encoded] | None = None
+    train: MappedItems[Encoded] | JoinedItems[Encoded] | None = None
     """The training set; None if it is streamed, the run does not train, or the data are not prepared."""
     mixture: Mixture | None = None
     """How its files are drawn, if they have weights."""
@@ -142,7 +142,7 @@ class InstructionData(TaskData):
             data_warnings=[] if warning is None else [warning],
         )
 
-    def _open_training_set(self) -> tuple[MappedItems[Encoded] | Joined[Encoded], Mixture | None, str]:
+    def _open_training_set(self) -> tuple[MappedItems[Encoded] | JoinedItems[Encoded], Mixture | None, str]:
         """Tokenize each file of the training set; return all examples, how they are drawn, and a report."""
         parts = parts_of(self.task.config.data.train)
         stored = [self._open_stored(part.reference) for part in parts]
@@ -151,7 +151,7 @@ class InstructionData(TaskData):
             counts, left_out = counts.plus(examples.counts), left_out + Counter(examples.left_out)
         report = counts.report() + describe_left_out(left_out)
         items = [examples.items for examples in stored]
-        train = items[0] if len(items) == 1 else Joined(items)
+        train = items[0] if len(items) == 1 else JoinedItems(items)
         weights = [part.weight for part in parts if part.weight is not None]
         if not weights:
             return train, None, report

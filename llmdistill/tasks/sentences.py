@@ -36,7 +36,7 @@ from llmdistill.data.pairs import (
 from llmdistill.data.references import parts_of
 from llmdistill.data.sampler import Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import open_rows
-from llmdistill.data.store import Grouped, SplitWriter, in_pieces
+from llmdistill.data.store import ItemGroups, SplitWriter, in_pieces
 from llmdistill.embedded import locate, locate_data
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
@@ -72,11 +72,11 @@ class SentenceData(StoredData):
         return dict.fromkeys(self.meta["sets"], settings)
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
-        return -(-epochs * len(Grouped(self.train, self.task.rows_per_example)) // global_batch_size)
+        return -(-epochs * len(ItemGroups(self.train, self.task.rows_per_example)) // global_batch_size)
 
     def loader(self, share: Share) -> TrainLoader[list[EncodedPair]]:
         """See Task; a batch of triples has three times as many sentences."""
-        rows = Grouped(self.train, self.task.rows_per_example)
+        rows = ItemGroups(self.train, self.task.rows_per_example)
 
         def collate(rows: Sequence[Sequence[EncodedPair]]) -> Batch:
             return self.collate(list(chain.from_iterable(rows)))

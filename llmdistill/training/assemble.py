@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, Loader
-from llmdistill.data.sampler import Prefetched, Share
+from llmdistill.data.sampler import PrefetchingLoader, Share
 from llmdistill.embedded import locate
 from llmdistill.models.adapters import is_adapter
 from llmdistill.models.classifier import read_classifier, set_classifier
@@ -172,7 +172,7 @@ def prepare_loader(
             return batch.pad_to_multiple(multiple, config.data.max_length).with_label_rows(shift=plan.method.shift)
 
         loader = RequestingLoader(loader, teacher.request) if isinstance(teacher, AsyncTeacher) else loader
-        return Prefetched(loader, steps=config.train.steps, device=world.device, prepare=prepare)
+        return PrefetchingLoader(loader, steps=config.train.steps, device=world.device, prepare=prepare)
     save = student_saver(plan, student_folder, engine)
     answered = answered_loader(plan, loader, engine, data.tokenizer, save)
     return RequestingLoader(answered, teacher.request) if isinstance(teacher, AsyncTeacher) else answered

@@ -7,7 +7,7 @@ import torch
 from hostile import refuses
 
 from llmdistill.data.collate import Encoded, collate
-from llmdistill.data.sampler import Prefetched
+from llmdistill.data.sampler import PrefetchingLoader
 from llmdistill.errors import UserError
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_batches_are_prepared_in_a_thread_and_no_random_number_is_drawn():
         threads.add(threading.current_thread())
         return replace(batch, has_sampled_labels=True)
 
-    prefetched = Prefetched(Watched(), steps=len(STEPS), device=CPU, prepare=prepare)
+    prefetched = PrefetchingLoader(Watched(), steps=len(STEPS), device=CPU, prepare=prepare)
     for step, expected in enumerate(STEPS):
         batches = prefetched.micro_batches(step)
         assert samples(batches) == samples(expected)
@@ -68,7 +68,7 @@ def test_batches_are_prepared_in_a_thread_and_no_random_number_is_drawn():
 
 def test_the_next_step_is_made_while_the_caller_works():
     loader = Watched()
-    prefetched = Prefetched(loader, steps=len(STEPS), device=CPU)
+    prefetched = PrefetchingLoader(loader, steps=len(STEPS), device=CPU)
     prefetched.micro_batches(0)
     wait_for(lambda: loader.asked == [0, 1])
     loader.waits.clear()
@@ -78,13 +78,13 @@ def test_the_next_step_is_made_while_the_caller_works():
 
 
 def test_another_step_than_the_next_is_made_anew():
-    prefetched = Prefetched(Watched(), steps=len(STEPS), device=CPU)
+    prefetched = PrefetchingLoader(Watched(), steps=len(STEPS), device=CPU)
     for step in (0, 4, 2, 2, 1):
         assert samples(prefetched.micro_batches(step)) == samples(STEPS[step])
 
 
 def test_an_error_is_raised_at_its_step_and_again():
-    prefetched = Prefetched(Watched(fails_at=1), steps=len(STEPS), device=CPU)
+    prefetched = PrefetchingLoader(Watched(fails_at=1), steps=len(STEPS), device=CPU)
     prefetched.micro_batches(0)
     for _ in range(2):
         refuses("row 7 is bad", prefetched.micro_batches, 1)
@@ -97,7 +97,7 @@ def test_the_thread_ends_with_the_loader():
 
     gc.collect()
     wait_for(lambda: not running())
-    prefetched = Prefetched(Watched(), steps=len(STEPS), device=CPU)
+    prefetched = PrefetchingLoader(Watched(), steps=len(STEPS), device=CPU)
     prefetched.micro_batches(0)
     assert len(running()) == 1
     del prefetched
