@@ -18,6 +18,7 @@ from llmdistill.data.references import data_fingerprint
 from llmdistill.errors import UserError
 from llmdistill.files import is_unused, remove_abandoned, write_error, write_json
 from llmdistill.fingerprints import fingerprint
+from llmdistill.methods import METHODS
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.tasks import task_folder
@@ -130,6 +131,17 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**shaping_settings(record["config"]), **inputs, "ds_config": ds_config}
 
 
+def _complete(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of an earlier version, in which each setting that is new since then has its default."""
+    added = {key: defaults.get(key) for key in new if key not in old}
+    blocks = {
+        key: _complete(value, new[key], defaults.get(key, {}))
+        for key, value in old.items()
+        if isinstance(value, dict) and isinstance(new.get(key), dict)
+    }
+    return {**old, **blocks, **added}
+
+
 def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *, may_go_on: bool) -> None:
     """Raise a UserError unless two records are of one run; what may change is added to the new one with its old values.
 
@@ -138,6 +150,9 @@ def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *
     number of the step, so the student differs from that of one long run only by the schedule of the learning rate.
     """
     if old is not None:
+        settings = {name: METHODS[name].settings for name in new["config"] if name in METHODS}
+        defaults = RunConfig(method_settings={name: kind() for name, kind in settings.items() if kind is not None})
+        old = {**old, "config": _complete(old["config"], new["config"], as_json(to_dict(defaults)))}
         was, now = old["config"]["train"], new["config"]["train"]
         earlier = {key: list(old.get(key, ())) for key in (_RATES, _STEPS)}
         changed: dict[str, Any] = {}

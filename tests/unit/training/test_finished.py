@@ -9,8 +9,11 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-from llmdistill.config import TrainConfig
+from llmdistill.artifacts import as_json
+from llmdistill.config import RunConfig, TrainConfig
+from llmdistill.config.command_line import to_dict
 from llmdistill.files import write_json
+from llmdistill.methods import METHODS
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.train import main
 from llmdistill.training import run_folder as artifacts
@@ -50,6 +53,33 @@ def test_the_first_line_says_which_recipe_is_used(settings, finished, capsys, mo
     first, *others = capsys.readouterr().out.splitlines()
     assert first == "Recipe      none: the defaults of llmdistill, and what the command line says"
     assert others
+
+
+def test_a_run_of_a_version_that_lacked_some_settings_is_the_same_run(settings, finished, tmp_path, monkeypatch):
+    """Each setting that a later version adds has its default in the runs of before."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    record = json.loads((folder / "run.json").read_text())
+    methods = {name: entry.settings() for name, entry in METHODS.items() if entry.settings is not None}
+    defaults = as_json(to_dict(RunConfig(method_settings=methods)))
+
+    def without(values, usual):
+        return {
+            key: without(value, usual[key]) if isinstance(value, dict) and value and key in usual else value
+            for key, value in values.items()
+            if key not in usual or value != usual[key]
+        }
+
+    older = record["config"] = without(record["config"], defaults)
+    assert "settings" not in older["teacher"]
+    assert "kd" not in older
+    write_json(folder / "run.json", record)
+    student, log = folder / "student/model.safetensors", (folder / "metrics.jsonl").read_bytes()
+    made = student.stat().st_mtime_ns
+    assert main([*settings, "--output_dir", str(folder)]) == 0
+    assert (student.stat().st_mtime_ns, (folder / "metrics.jsonl").read_bytes()) == (made, log), "it trained again"
+    assert main([*settings, "--output_dir", str(folder), "--seed", "7"]) == 2
 
 
 @pytest.fixture
