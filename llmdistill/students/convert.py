@@ -199,8 +199,7 @@ def _plan_sizes(
 def compress(
     model_dir: Path | str,
     output_dir: Path | str,
-    settings: FactorizeConfig,
-    method: str = "svd",
+    settings: StudentConfig,
     *,
     device: torch.device | None = None,
     head: HeadName = "saved",
@@ -214,10 +213,11 @@ def compress(
     kronecker, whose settings `search` finds.
     """
     # From the config alone, so that settings are refused before the weights are read.
-    summary = summarize(model_dir, settings, method, _plan_sizes(load_config(model_dir), settings, method, weighted))
+    config, chosen, method = load_config(model_dir), settings.factorize, settings.method
+    summary = summarize(model_dir, chosen, method, _plan_sizes(config, chosen, method, weighted))
     with new_proven_folder(output_dir) as folder:
         model = load_model(model_dir, dtype="auto", head=head, new_head=head != "saved")
-        compress_in_place(model, settings, method, device=device, weighted=weighted)
+        compress_in_place(model, chosen, method, device=device, weighted=weighted)
         save_model(model, folder, model_dir)
     return summary
 

@@ -68,7 +68,7 @@ def prepare_student(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskDa
                 return
             # An encoder folder may contain other heads than the run needs; a decoder keeps the head of its folder.
             head = "saved" if of_models.causal else of_models.student_head
-            compress(path, folder, settings.factorize, settings.method, device=device, head=head, weighted=weighted)
+            compress(path, folder, settings, device=device, head=head, weighted=weighted)
 
         on_main(make)
         wait_until_visible(made)

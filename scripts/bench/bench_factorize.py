@@ -23,7 +23,7 @@ from benching import Line, Settings, Table, Work, bench_parser, in_seconds, meas
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmdistill.config import FactorizeConfig
+from llmdistill.config import FactorizeConfig, StudentConfig
 from llmdistill.runtime.terminal import quiet_libraries
 from llmdistill.students.convert import compress
 from llmdistill.students.counting import build_reference, layer_linears
@@ -89,7 +89,8 @@ def bench_set_up(settings: Settings, table: Table, *, full: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dense, student = Path(folder) / "dense", Path(folder) / "student"
         LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(dense)
-        made = partial(compress, dense, student, FactorizeConfig(ranks=ranks), device=torch.device(settings.device))
+        made_by = StudentConfig(factorize=FactorizeConfig(ranks=ranks))
+        made = partial(compress, dense, student, made_by, device=torch.device(settings.device))
         (took,) = repeat(made, number=1, repeat=1)
         load = [
             median(repeat(partial(LlamaForCausalLM.from_pretrained, path), number=1, repeat=3))

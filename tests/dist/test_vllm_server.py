@@ -18,7 +18,7 @@ import pytest
 import torch
 from scipy import stats
 
-from llmdistill.config import FactorizeConfig
+from llmdistill.config import FactorizeConfig, StudentConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import ServerLost
 from llmdistill.generation.rollout import Prompt
@@ -148,7 +148,7 @@ def student(request, tmp_path_factory):
     if request.param == "dense":
         shutil.copytree(locate(TEACHER), folder / "student")
     else:
-        compress(locate(TEACHER), folder / "student", FactorizeConfig(rank=24))
+        compress(locate(TEACHER), folder / "student", StudentConfig(factorize=FactorizeConfig(rank=24)))
     eager = ("--enforce-eager",) if request.param == "dense" else ()
     running = Server(folder / "server.log", folder / "student", *WEIGHTS, *eager)
     running.start()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny import random_student, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 
-from llmdistill.config import FactorizeConfig, LoraConfig
+from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import add_lora, apply_adapter, is_adapter, load_adapters, merge_lora
 from llmdistill.models.configs import load_config
@@ -188,7 +188,8 @@ def test_a_merged_folder_is_a_stock_model_and_compress_merges_too(tmp_path):
         merge_adapter(adapter, tmp_path / "base")
 
     names = ("adapter", "merged")
-    first, second = (compress(tmp_path / name, tmp_path / f"{name}-made", FactorizeConfig(rank=5)) for name in names)
+    settings = StudentConfig(factorize=FactorizeConfig(rank=5))
+    first, second = (compress(tmp_path / name, tmp_path / f"{name}-made", settings) for name in names)
     assert first == second
     students = [load_file(tmp_path / f"{name}-made" / "model.safetensors") for name in names]
     torch.testing.assert_close(*students, rtol=0, atol=0)

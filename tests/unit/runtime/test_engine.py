@@ -28,7 +28,7 @@ TOKENS = torch.arange(24).view(2, 12)
 def student(tmp_path):
     """A factorized student with a tied head."""
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "base")
-    compress(tmp_path / "base", tmp_path / "untrained", FactorizeConfig(rank=5))
+    compress(tmp_path / "base", tmp_path / "untrained", StudentConfig(factorize=FactorizeConfig(rank=5)))
     return tmp_path / "untrained"
 
 

@@ -9,7 +9,7 @@ from question_files import write_tasks
 from safetensors.torch import load_file, save_file
 
 from llmdistill.artifacts import write_manifest
-from llmdistill.config import FactorizeConfig
+from llmdistill.config import FactorizeConfig, StudentConfig
 from llmdistill.config.command_line import parse_run, to_dict
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
@@ -60,7 +60,7 @@ def second_stage(arguments: list[str]) -> None:
 @pytest.fixture(scope="module")
 def first_stage(encoder, tmp_path_factory):
     run = tmp_path_factory.mktemp("first stage") / "run"
-    compress(encoder, run / "untrained", FactorizeConfig(rank=6))
+    compress(encoder, run / "untrained", StudentConfig(factorize=FactorizeConfig(rank=6)))
     shutil.copytree(run / "untrained", run / "student")
     weights = load_file(run / "student/model.safetensors")
     weights["bert.embeddings.position_embeddings.weight"] += 0.01
