@@ -81,7 +81,7 @@ class Translation:
         labels_BT = batch.labels.cpu().numpy().copy()
         labels_BT[:, 0] = IGNORE_INDEX  # no token before it predicts it
         sequences = [
-            self._sequence(ids_T[mask_T == number], labels_T[mask_T == number] != IGNORE_INDEX)
+            self._translate_sequence(ids_T[mask_T == number], labels_T[mask_T == number] != IGNORE_INDEX)
             for ids_T, mask_T, labels_T in zip(ids_BT, mask_BT, labels_BT, strict=True)
             for number in range(1, int(mask_T.max()) + 1)
         ]
@@ -107,19 +107,19 @@ class Translation:
             pad_rows(labels, IGNORE_INDEX),
             sample_ids=tuple((sample_id(each.ids, each.spans >= 0),) for each in sequences),
         )
-        rows_of = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
+        spans_of = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
         compared = torch.from_numpy(np.concatenate([each[each != IGNORE_INDEX] for each in labels]))
         empty = HeadInputs(torch.empty(0), None, None)
-        return of_teacher, OtherTokens(head=empty, labels=compared, num_spans=num_spans, shared=self.shared, **rows_of)
+        return of_teacher, OtherTokens(head=empty, labels=compared, num_spans=num_spans, shared=self.shared, **spans_of)
 
-    def _sequence(self, ids: np.ndarray, labeled: np.ndarray) -> _Translated:
+    def _translate_sequence(self, ids: np.ndarray, labeled: np.ndarray) -> _Translated:
         """Translate one sequence; only spans of which both models predict all tokens are kept."""
         read, spans_of_parts, student_spans_of_parts, count = list[int](), list[np.ndarray](), list[np.ndarray](), 0
         for start, begin, end, context in self._parts(ids, labeled):
-            found, of_student, of_teacher = self._translate(ids[begin:end].tolist())
-            if not (read or context or found):
+            tokens, of_student, of_teacher = self._translate_text(ids[begin:end].tolist())
+            if not (read or context or tokens):
                 context = [self._pad]  # a model reads one token at least
-            read += [*context, *found]
+            read += [*context, *tokens]
             spans_of_parts += [np.full(len(context), -1), np.where(of_teacher >= 0, of_teacher + count, -1)]
             student_spans_of_parts += [np.full(begin - start, -1), np.where(of_student >= 0, of_student + count, -1)]
             count += int(max(of_teacher.max(initial=-1), of_student.max(initial=-1))) + 1
@@ -128,16 +128,17 @@ class Translation:
 
         # The first token that the teacher reads is predicted by none, and so are those beyond its positions.
         of_teacher, of_student = _count_tokens(spans, count), _count_tokens(student_spans, count)
-        kept = (of_teacher > 0) & (of_teacher == _count_tokens(spans[1 : self._longest], count))
-        kept &= (of_student > 0) & (of_student == _count_tokens(student_spans[labeled], count))
-        again = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)  # without gaps; the last entry is for no span
+        compared = (of_teacher > 0) & (of_teacher == _count_tokens(spans[1 : self._longest], count))
+        compared &= (of_student > 0) & (of_student == _count_tokens(student_spans[labeled], count))
+        # The spans that are compared, without gaps; the last entry is for no span.
+        again = np.append(np.where(compared, np.cumsum(compared) - 1, -1), -1)
         spans, student_spans = again[spans][: self._longest], again[student_spans]
 
-        last_theirs, last_ours = np.zeros(int(kept.sum()), np.int64), np.zeros(int(kept.sum()), np.int64)
+        last_theirs, last_ours = np.zeros(int(compared.sum()), np.int64), np.zeros(int(compared.sum()), np.int64)
         last_theirs[spans[spans >= 0]] = theirs[spans >= 0]
         last_ours[student_spans[student_spans >= 0]] = ids[student_spans >= 0]
         known = np.array([self._shared.get(index, -1) for index in last_ours.tolist()], np.int64)
-        pairs = (of_teacher[kept] == 1) & (of_student[kept] == 1) & (known == last_theirs)
+        pairs = (of_teacher[compared] == 1) & (of_student[compared] == 1) & (known == last_theirs)
         return _Translated(theirs, spans, student_spans[labeled], pairs)
 
     def _parts(self, ids: np.ndarray, labeled: np.ndarray) -> list[tuple[int, int, int, Sequence[int]]]:
@@ -148,24 +149,24 @@ class Translation:
             return [(0, 0, len(ids), self._starts)]
         # The labels begin and end at these places in turn.
         places = np.flatnonzero(np.diff(labeled, prepend=False, append=False)).tolist()
-        found: list[tuple[int, int, Sequence[int]]] = []
+        begins: list[tuple[int, int, Sequence[int]]] = []
         for stop, begin in zip([0, *places[1::2]], places[::2] or [len(ids)], strict=False):
             context = self._prompts.get(sample_id(*([ids[:stop]] if stop else []), ids[stop:begin]))
             if context is not None:
-                found.append((stop, begin, context))
+                begins.append((stop, begin, context))
             elif stop == 0:
                 # Without a prompt the first token of an answer is no label either.
-                found.append((0, 0, self._prompts.get(sample_id([]), self._starts)))
-        ends = [*(start for start, _, _ in found[1:]), len(ids)]
-        return [(start, begin, end, context) for (start, begin, context), end in zip(found, ends, strict=True)]
+                begins.append((0, 0, self._prompts.get(sample_id([]), self._starts)))
+        ends = [*(start for start, _, _ in begins[1:]), len(ids)]
+        return [(start, begin, end, context) for (start, begin, context), end in zip(begins, ends, strict=True)]
 
-    def _translate(self, ids: list[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
+    def _translate_text(self, ids: list[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
         """Return the teacher's tokens of a text, and the spans of the student's tokens and of these.
 
         The text ends before the first byte that is no UTF-8, as where an answer is cut within a character. An end token
         becomes the teacher's; its other special tokens are not in the text.
         """
-        found: list[int] = []
+        tokens: list[int] = []
         student_spans: list[np.ndarray] = []
         spans: list[np.ndarray] = []
         count = 0
@@ -176,7 +177,7 @@ class Translation:
                     end = self._ends.get(index)
                     student_spans.append(np.array([-1 if end is None else count]))
                     if end is not None:
-                        found.append(end)
+                        tokens.append(end)
                         spans.append(np.array([count]))
                         count += 1
                 continue
@@ -185,15 +186,19 @@ class Translation:
                 rest = next((n for n, piece in enumerate(pieces) if not 0x80 <= (piece or b" ")[0] < 0xC0), len(pieces))
                 student_spans.append(np.full(rest, -1))
                 pieces = pieces[rest:]
-            text = _decode_prefix(b"".join(pieces))
+            whole = b"".join(pieces)
+            try:
+                text = whole.decode("utf-8")
+            except UnicodeDecodeError as error:
+                text = whole[: error.start].decode("utf-8")
             theirs = self._teacher.encode(text)
             of_student, of_teacher = equal_spans(pieces, self._teacher.split(theirs, text))
             student_spans.append(np.where(of_student >= 0, of_student + count, -1))
             spans.append(np.where(of_teacher >= 0, of_teacher + count, -1))
-            found += theirs
+            tokens += theirs
             count += int(of_student.max(initial=-1)) + 1
         nothing = np.array([], dtype=np.int64)
-        return found, np.concatenate([nothing, *student_spans]), np.concatenate([nothing, *spans])
+        return tokens, np.concatenate([nothing, *student_spans]), np.concatenate([nothing, *spans])
 
 
 @dataclass(frozen=True)
@@ -214,27 +219,19 @@ def translate_examples(
 ) -> tuple[list[TranslatedExample], Callable[[list[TranslatedExample]], Batch]]:
     """Return the examples of a training set in the teacher's tokens, and what collates them."""
 
-    def collated(examples: list[Any]) -> Batch:
+    def collate_translated(examples: list[Any]) -> Batch:
         return translation(collate(examples))[0]
 
-    found = []
+    translated = []
     for item in progress(items, "Translating", "examples"):
-        batch = collated([item])
-        found.append(TranslatedExample(item, batch.sample_ids[0][0], batch.input_ids.shape[1]))
-    return found, lambda examples: collated([each.item for each in examples])
+        batch = collate_translated([item])
+        translated.append(TranslatedExample(item, batch.sample_ids[0][0], batch.input_ids.shape[1]))
+    return translated, lambda examples: collate_translated([each.item for each in examples])
 
 
 def _count_tokens(spans: np.ndarray, count: int) -> np.ndarray:
     """The number of tokens in each of so many spans."""
     return np.bincount(spans[spans >= 0], minlength=count)
-
-
-def _decode_prefix(whole: bytes) -> str:
-    """Return the text of bytes, up to the first byte that is no UTF-8."""
-    try:
-        return whole.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return whole[: error.start].decode("utf-8")
 
 
 @dataclass

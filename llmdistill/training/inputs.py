@@ -89,7 +89,7 @@ class Given:
         if (
             self.tokenizer is None
             and config.data.kind != "task"
-            and not any(map(_has_words, (self.student, self.teacher)))
+            and not any(map(_has_tokenizer, (self.student, self.teacher)))
         ):
             kind = type(self.teacher).__name__
             raise UserError(
@@ -112,7 +112,7 @@ class Given:
         return f"llmdistill.distill({names}, method={method!r}, ...)"
 
 
-def _has_words(model: Model | None) -> bool:
+def _has_tokenizer(model: Model | None) -> bool:
     """Whether a model brings a tokenizer, by its folder or name; a named one is left to the plan."""
     if not isinstance(model, PreTrainedModel):
         return model is not None

@@ -182,7 +182,17 @@ class FiniteSteps:
         on_every(partial(_save_batches, folder, saved, World.current().rank))
         about = {"step": step.number, "causes": [each._asdict() for each in causes], "origins": origins}
         on_main(lambda: write_json(folder / "about.json", about))
-        return f"{what}: {_describe_causes(causes)}; {origins[guilty]}; its batch is in {folder}"
+        described = "every term is finite, so it became so in the backward pass"
+        if causes:
+            ranks = ", ".join(map(str, sorted({cause.rank for cause in causes})))
+            terms = ", ".join(dict.fromkeys(cause.term for cause in causes))
+            samples = list(dict.fromkeys(str(sample) for cause in causes for sample in cause.sample_ids))
+            more = f" and {len(samples) - _SHOWN_SAMPLES} more" if len(samples) > _SHOWN_SAMPLES else ""
+            described = (
+                f"{terms} on rank {ranks}, in the micro batches of the samples "
+                f"{', '.join(samples[:_SHOWN_SAMPLES])}{more}"
+            )
+        return f"{what}: {described}; {origins[guilty]}; its batch is in {folder}"
 
 
 def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
@@ -208,20 +218,6 @@ def _save_batches(folder: Path, batches: Sequence[Batch], rank: int) -> None:
         ids = {f"{number}/sample_ids": json.dumps(batch.sample_ids) for number, batch in enumerate(batches)}
         save_file(tensors, file, metadata=ids)
         sync(file)
-
-
-def _describe_causes(causes: Sequence[Cause]) -> str:
-    """Describe the terms that are not finite, each with its rank and its samples' ids."""
-    if not causes:
-        return "every term is finite, so it became so in the backward pass"
-    ranks = sorted({each.rank for each in causes})
-    terms = list(dict.fromkeys(each.term for each in causes))
-    samples = list(dict.fromkeys(str(sample) for each in causes for sample in each.sample_ids))
-    more = f" and {len(samples) - _SHOWN_SAMPLES} more" if len(samples) > _SHOWN_SAMPLES else ""
-    return (
-        f"{', '.join(terms)} on rank {', '.join(map(str, ranks))}, in the micro batches of the samples "
-        f"{', '.join(samples[:_SHOWN_SAMPLES])}{more}"
-    )
 
 
 def first_not_finite(models: Mapping[str, nn.Module], run: Callable[[], None]) -> str:
