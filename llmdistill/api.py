@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import new_proven_folder, read_record
 from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig, StudentConfig, TaskConfig
-from llmdistill.config.command_line import changed
+from llmdistill.config.command_line import with_values
 from llmdistill.config.data import LIMITS
 from llmdistill.data.instruct import Limits
 from llmdistill.data.memory import has_columns
@@ -44,7 +44,7 @@ from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.text import score_masked
 from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
 from llmdistill.training.calibration import measure_weights_on, split_calibration
-from llmdistill.training.inputs import Given, Model, check_models, device_for, evaluating, tokenizer_of
+from llmdistill.training.inputs import Model, RunInputs, check_models, device_for, evaluation_mode, tokenizer_of
 from llmdistill.training.plan import make_plans
 from llmdistill.training.provenance import save_compressed
 from llmdistill.training.run_folder import METRICS_FILE
@@ -120,7 +120,7 @@ def compress(
     rank, method = settings.pop("rank"), settings.pop("method", method)
     limits = {key: settings.pop(key) for key in LIMITS if key in settings}
     data, of_data = split_calibration(calibration)
-    chosen = changed(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
+    chosen = with_values(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
     check_settings(chosen, method)
     made_by = StudentConfig(method=method, factorize=chosen)
     check_calibration_data(chosen.weighting, data)
@@ -169,7 +169,7 @@ def sizes(
     check_models(model=model)
     settings = _with_dotted({"rank": rank, **settings}, "student.factorize.", "factorize.", "student.")
     method = settings.pop("method", method)
-    chosen = changed(FactorizeConfig(), settings, key="")
+    chosen = with_values(FactorizeConfig(), settings, key="")
     source = model if isinstance(model, PreTrainedModel) else locate(str(model))
     candidates = search(source, chosen, device=device_for(model, device)) if needs_search(chosen, method) else []
     chosen = candidates[0].settings if candidates else chosen
@@ -279,13 +279,13 @@ def distill(
     from llmdistill.studies.distillation import distill_plans  # the other functions need no libraries of training
 
     check_models(teacher=teacher, student=student)
-    given = Given(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
-    config = given.first_config({**(settings or {}), "method": method}, keywords, output_dir)
+    given = RunInputs(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
+    config = given.make_config({**(settings or {}), "method": method}, keywords, output_dir)
     with guest():
         world = init_distributed(given.command(method))
         if config.tasks.names or method == "none":
             raise UserError("distill trains a student and no more: for tasks.names or method none start the main job")
-        config = on_main(lambda: given.saved(config))
+        config = on_main(lambda: given.save(config))
         quiet_libraries()
         plans = make_plans(config)
         distill_plans(plans, plans[0].task.read_on_all(plans[0].models), callbacks=callbacks)
@@ -339,7 +339,7 @@ def evaluate(
     check_models(model=model)
     settings = _with_dotted(settings, "scoring.", "data.")
     limits = {key: settings.pop(key) for key in LIMITS if key in settings}
-    generation = changed(GenerationConfig(), settings, key="")
+    generation = with_values(GenerationConfig(), settings, key="")
     own = tokenizer_of(model, tokenizer)
     sets, are_several = {"data": data}, isinstance(data, Mapping) and not has_columns(data)
     if isinstance(data, Mapping) and are_several:
@@ -357,8 +357,8 @@ def evaluate(
         places = TaskConfig(name="rte", dir=None if data_dir is None else str(data_dir))
         usual = DataConfig(kind="task", task=places, max_length=scored.usual_length)
         # Of the limits only max_length means something for a task.
-        usual = replace(usual, max_length=changed(usual, limits, key="").max_length)
-        with evaluating(model, head=scored.head) as loaded:
+        usual = replace(usual, max_length=with_values(usual, limits, key="").max_length)
+        with evaluation_mode(model, head=scored.head) as loaded:
             scores: dict[str, Any] = {
                 name: score_task(
                     loaded,
@@ -372,7 +372,7 @@ def evaluate(
         return scores if are_several else dict(scores["data"])
     texts = {name: each for name, each in sets.items() if kinds[name] == "text"}
     examples = {name: examples_of(each, name=name) for name, each in sets.items() if name not in texts}
-    limited = changed(DataConfig(kind="instructions" if examples else "text", train="data"), limits, key="")
+    limited = with_values(DataConfig(kind="instructions" if examples else "text", train="data"), limits, key="")
     if examples:
         answering = Limits.of(limited, [own])
         encode_sets(examples, own, generation, answering)
@@ -380,7 +380,7 @@ def evaluate(
     read = {name: WholeText(text).read() for name, text in texts.items()}  # what is missing is told before the loading
     windows_of_text = WindowSizes(window or length, generation.stride, generation.limit, shorten=window is None)
     scores = {}
-    with evaluating(model, head="lm_head") as loaded, World.alone().entered():
+    with evaluation_mode(model, head="lm_head") as loaded, World.alone().entered():
         for name, text in texts.items():
             if is_causal(loaded.config):
                 windows = cut_windows(read[name], own, loaded.config, windows_of_text, name=name, data=text)

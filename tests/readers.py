@@ -194,7 +194,7 @@ def read_checkpoints(path: Path) -> None:
 def read_cache(path: Path) -> None:
     cache = CacheFolder(path.parent)
     cache.check_files()
-    cache.missing([0, 1, 7])
+    cache.find_missing([0, 1, 7])
     cache.find([0, 2])
     assert isinstance(cache.scaling, dict)
 

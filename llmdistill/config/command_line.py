@@ -24,8 +24,8 @@ from llmdistill.config.foreign import our_name
 from llmdistill.config.help import find_help_topic, help_of, hide_stubs
 from llmdistill.config.marks import VALUES, check_taken, settings_of
 from llmdistill.config.methods import MethodTable
-from llmdistill.config.recipes import extended, recipe_names, recipe_path
-from llmdistill.config.strict import check_keys, check_plain, did_you_mean, flattened, one_sentence
+from llmdistill.config.recipes import read_layers, recipe_names, recipe_path
+from llmdistill.config.strict import check_keys, check_plain, did_you_mean, flatten, one_sentence
 from llmdistill.errors import FieldError, UserError
 
 DEFAULT_RECIPE = "quickstart"
@@ -116,8 +116,8 @@ def parse_run(
     if name is None and all(str(typed.get(key, "embedded:")).startswith("embedded:") for key in _OWN):
         name = DEFAULT_RECIPE
     parser = run_parser(methods)
-    recipes = {} if name is None else extended(parser, recipe_path(name))
-    layers = [(flattened(values), ["--recipe", str(file)]) for file, values in recipes.items()]
+    recipes = {} if name is None else read_layers(parser, recipe_path(name))
+    layers = [(flatten(values), ["--recipe", str(file)]) for file, values in recipes.items()]
     settings = settings_of(RunConfig)
     for method, kind in _method_sections(methods):
         settings |= settings_of(kind, f"{method}.")
@@ -136,7 +136,7 @@ def parse_run(
     if parsed.check and not parsed.dry_run:
         raise UserError("--check belongs to --dry_run: add that, or start llmdistill doctor with the same settings")
     run_flags = argparse.Namespace(recipe=name, **{key: parsed[key] for key in ("dry_run", "check", "json")})
-    run_flags.notes = repeated(rest)
+    run_flags.notes = describe_repeated(rest)
     return build(parsed, RunConfig, methods), run_flags
 
 
@@ -221,11 +221,11 @@ def _parse_words(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
 
 def _note_repeated(words: Sequence[str]) -> None:
     if os.environ.get("RANK", "0") == "0":
-        for note in repeated(words):
+        for note in describe_repeated(words):
             print(f"Note        {note}", file=sys.stderr)
 
 
-def repeated(words: Sequence[str]) -> list[str]:
+def describe_repeated(words: Sequence[str]) -> list[str]:
     """Return a note on each flag that stands on a command line more than once."""
     flags = [word.partition("=")[0] for word in words if word.startswith("--") and not word.endswith("+")]
     counts = {flag: flags.count(flag) for flag in flags}
@@ -272,10 +272,10 @@ def build(
             name: build(by_name.get(name, {}), settings, prefix=f"{prefix}{name}.")
             for name, settings in _method_sections(methods)
         }
-    return checked(kind, built, methods, prefix=prefix)
+    return build_checked(kind, built, methods, prefix=prefix)
 
 
-def checked(
+def build_checked(
     kind: type[_Config], values: Mapping[str, Any], methods: MethodTable | None = None, *, prefix: str = ""
 ) -> _Config:
     """Build a configuration from the values of its fields and check it."""
@@ -295,7 +295,7 @@ def _method_sections(methods: MethodTable) -> list[tuple[str, type[Any]]]:
     return [(name, method.settings) for name, method in methods.items() if method.settings is not None]
 
 
-def changed(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config:
+def with_values(section: _Config, values: Mapping[str, Any], *, key: str) -> _Config:
     """Return a section of a configuration with some values changed, which are checked like those of a recipe.
 
     `key` is the dotted key of the section for error messages; empty for names without a section.
@@ -381,7 +381,7 @@ def method_settings(
             raise UserError(f"{key}: there is no such setting of {' and '.join(names)}{hint}")
         by_method[method][name] = value
     sections = _method_sections({name: methods[name] for name in names})
-    return {name: changed(kind(), by_method[name], key=name) for name, kind in sections}
+    return {name: with_values(kind(), by_method[name], key=name) for name, kind in sections}
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> None:
@@ -391,7 +391,7 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
     for parent in parents:
         block = block.get(parent) if isinstance(block, dict) else None
     if not isinstance(block, dict) or name not in block:
-        raise UserError(f"{key}: there is no such setting{did_you_mean(key, flattened(values))}")
+        raise UserError(f"{key}: there is no such setting{did_you_mean(key, flatten(values))}")
     block[name] = value
 
 

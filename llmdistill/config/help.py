@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 
 from llmdistill.config import RunConfig
 from llmdistill.config.flags import actions
-from llmdistill.config.marks import marked
+from llmdistill.config.marks import find_marked
 from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 
@@ -71,7 +71,7 @@ def _format_common(parser: ArgumentParser, methods: Collection[str]) -> str:
     by_key = {_key_of(action): action for action in actions(parser)}
     lines = [f"usage: {parser.usage}", "", textwrap.fill(str(parser.description), 100), "", "common settings:"]
     # The flags that are no settings of a run stand around them.
-    for key in ("recipe", *marked(RunConfig, "common"), "dry_run", "check"):
+    for key in ("recipe", *find_marked(RunConfig, "common"), "dry_run", "check"):
         flag, text = f"  --{key}", " ".join(str(by_key[key].help).split())
         text = re.split(r"(?<=\.) |; ", text, maxsplit=1)[0].rstrip(".") + "."
         default = by_key[key].default

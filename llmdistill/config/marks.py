@@ -85,7 +85,7 @@ def settings_of(config: type[Any], prefix: str = "") -> dict[str, Field[Any]]:
     return by_key
 
 
-def marked(config: type[Any], mark: str) -> list[str]:
+def find_marked(config: type[Any], mark: str) -> list[str]:
     """Return the dotted keys of the settings with a mark, in their order; a section that has the mark is one key."""
     keys: list[str] = []
     for key, field in settings_of(config).items():

@@ -17,7 +17,7 @@ from llmdistill.config.strict import (
     check_plain,
     check_sections,
     did_you_mean,
-    flattened,
+    flatten,
 )
 from llmdistill.errors import UserError
 
@@ -47,7 +47,7 @@ def recipe_path(name_or_path: str) -> Path:
     return path
 
 
-def extended(parser: ArgumentParser, path: Path) -> dict[Path, dict[str, Any]]:
+def read_layers(parser: ArgumentParser, path: Path) -> dict[Path, dict[str, Any]]:
     """Return the settings of a recipe after those of all recipes that it extends; each file overrides those before it.
 
     A mapping with free keys, such as data.tests, is replaced as a whole, and so is a list.
@@ -92,7 +92,7 @@ def _read_recipe(parser: ArgumentParser, path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: it has more than {_MOST_VALUES} values: write those that aliases (*NAME) repeat only once"
         )
-    flat = flattened(values)
+    flat = flatten(values)
     check_keys(parser, flat, where=f"{path}: ")
     check_sections(parser, flat, where=f"{path}: ")
     for key, value in flat.items():

@@ -135,12 +135,12 @@ def did_you_mean(value: str, choices: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{matches[0]}?" if matches else ""
 
 
-def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        flat |= flattened(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+        flat |= flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
     return flat
 
 

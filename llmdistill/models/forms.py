@@ -53,9 +53,9 @@ def chosen_forms(student: StudentConfig) -> list[tuple[StudentForm, Any]]:
 
 def read_settings(form: StudentForm, values: Mapping[str, Any], *, key: str) -> Any:
     """Return the settings of a form from values by name; raise a UserError, which names `key`, if they do not fit."""
-    from llmdistill.config.command_line import changed  # so that loading a model does not wait for jsonargparse
+    from llmdistill.config.command_line import with_values  # so that loading a model does not wait for jsonargparse
 
-    return changed(form.settings(), values, key=key)
+    return with_values(form.settings(), values, key=key)
 
 
 def describe(student: StudentConfig) -> str:

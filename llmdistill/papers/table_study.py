@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmdistill.config import DataConfig, RunConfig, TaskConfig
-from llmdistill.config.command_line import build, changed, checked, to_dict
+from llmdistill.config.command_line import build, build_checked, to_dict, with_values
 from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.tasks import FineTuningConfig, GridConfig, TasksConfig
@@ -187,7 +187,7 @@ class TableStudy(Study):
             "speed": False,
             "trials_at_once": self.launcher.trials_at_once,
         }
-        settings = checked(FineTuningConfig, values, METHODS, prefix="tasks.")
+        settings = build_checked(FineTuningConfig, values, METHODS, prefix="tasks.")
         return FineTuning(title, {}, config.seed, settings, launcher_flags=self.launcher.flags)
 
     def _score_side_by_side(self, keys: Sequence[str], seconds: Mapping[str, float]) -> dict[str, Measured]:
@@ -245,7 +245,7 @@ class TableStudy(Study):
         tasks, section = self.tasks, "data.task."
         own = {key.removeprefix(section): value for key, value in tasks.run_settings.items() if key.startswith(section)}
         values = {"dir": tasks.data_dir, "limit": tasks.limit, "out_of_domain": tasks.out_of_domain, **own}
-        settings = changed(TaskConfig(), values, key="data.task")
+        settings = with_values(TaskConfig(), values, key="data.task")
         for benchmark, key in self._benchmarks():
             data = DataConfig(kind="task", task=replace(settings, name=key))
             benchmark(replace(next(iter(self.configs.values())), data=data), trains=False).read_files()

@@ -206,7 +206,7 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTunin
             "leave it out, or add the method as tasks.also"
         )
     sections: dict[str, Any] = {
-        name: command_line.changed(part, settings.settings.get(name, {}), key=f"tasks.settings.{name}")
+        name: command_line.with_values(part, settings.settings.get(name, {}), key=f"tasks.settings.{name}")
         for name, part in config.method_settings.items()
         if name in (method, *also)
     }
@@ -219,7 +219,7 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTunin
     }
     needs_teacher = settings.teacher is None and set(settings.rows) != {"no_kd"}
     return {
-        row: command_line.checked(FineTuningConfig, {**rows[row], "output_dir": str(folder / row)}, METHODS)
+        row: command_line.build_checked(FineTuningConfig, {**rows[row], "output_dir": str(folder / row)}, METHODS)
         for row in ([TEACHER] if needs_teacher else []) + list(settings.rows)
     }
 

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from llmdistill.config.strict import check_unique, did_you_mean, flattened
+from llmdistill.config.strict import check_unique, did_you_mean, flatten
 from llmdistill.errors import UserError
 from llmdistill.files import read_json
 
@@ -97,7 +97,7 @@ def resolve_ds_config(config: dict[str, Any], owned: dict[str, Any], path: str) 
                 f"{path}: {key} is {given}, but the run says {value}: "
                 'write "auto" there, or give the run the same value'
             )
-    for key, value in flattened(resolved).items():
+    for key, value in flatten(resolved).items():
         if value == "auto":
             raise UserError(f'{path}: {key} is "auto", which the run does not set: give it a value or remove it')
     return resolved

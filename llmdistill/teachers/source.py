@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from llmdistill.batch import Batch
 from llmdistill.config import OneTeacher, RunConfig
 from llmdistill.config.cache import CacheConfig
-from llmdistill.config.command_line import changed
+from llmdistill.config.command_line import with_values
 from llmdistill.config.teacher import TeacherConfig
 from llmdistill.errors import UserError
 from llmdistill.models.heads import HeadName
@@ -123,7 +123,7 @@ class TeacherSource:
             if teacher.settings:
                 raise UserError(f"teacher.settings.{min(teacher.settings)}: {teacher.source} has no settings")
             return None
-        return changed(self.settings(), teacher.settings, key="teacher.settings")
+        return with_values(self.settings(), teacher.settings, key="teacher.settings")
 
     def build(self, run: TeacherRun) -> Teacher:
         """Return the teacher of a run's steps; every rank calls it."""

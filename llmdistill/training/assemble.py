@@ -36,7 +36,7 @@ from llmdistill.teachers.source import LiveTeacher, TeacherRun
 from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.training.callbacks.best import BestStudent
 from llmdistill.training.plan import Plan
-from llmdistill.training.rollouts import answered_loader, rollout_server
+from llmdistill.training.rollouts import make_rollout_loader, rollout_server
 from llmdistill.training.trackers import check_access
 from llmdistill.training.trainer import Trainer
 
@@ -174,7 +174,7 @@ def prepare_loader(
         loader = RequestingLoader(loader, teacher.request) if isinstance(teacher, AsyncTeacher) else loader
         return PrefetchingLoader(loader, steps=config.train.steps, device=world.device, prepare=prepare)
     save = student_saver(plan, student_folder, engine)
-    answered = answered_loader(plan, loader, engine, data.tokenizer, save)
+    answered = make_rollout_loader(plan, loader, engine, data.tokenizer, save)
     return RequestingLoader(answered, teacher.request) if isinstance(teacher, AsyncTeacher) else answered
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llmdistill.artifacts import as_json
 from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
-from llmdistill.config.command_line import changed, to_dict
+from llmdistill.config.command_line import to_dict, with_values
 from llmdistill.config.data import NOT_OF_EXAMPLES
 from llmdistill.data.memory import has_columns
 from llmdistill.data.prompts import resolve_prompt
@@ -143,7 +143,7 @@ def measure_weights_on(
         positions = max_positions(model.config, DataConfig().max_length)
         usual = {"max_length": positions, "max_prompt_length": min(DataConfig().max_prompt_length, positions - 1)}
         of_data = {"train": file, "kind": kind_of(data), "tests": {}}
-        data_config = changed(DataConfig(), {**usual, **of_data, **limits}, key="")
+        data_config = with_values(DataConfig(), {**usual, **of_data, **limits}, key="")
         make_task(RunConfig(ds_config="", data=data_config)).check_positions(
             "model", type(model).__name__, model.config
         )

@@ -116,7 +116,13 @@ def save_checkpoint(
     def complete() -> None:
         state = {"counters": counters(engine), "skipped_steps": engine.skipped_steps}
         files = {name: values for entry in entries for name, values in entry.items()}
-        about = {"format": _FORMAT, "step": step, "ranks": world.size, "state": state, "parameters": _trained(engine)}
+        about = {
+            "format": _FORMAT,
+            "step": step,
+            "ranks": world.size,
+            "state": state,
+            "parameters": _count_trained(engine),
+        }
         kinds = sorted({each.kind for each in fragments(engine)})
         log = file_entry(folder / METRICS_LOG) if (folder / METRICS_LOG).is_file() else None
         of_training = {"log": log, "loss_modes": loss_modes, "figures": figures or {}}
@@ -153,7 +159,7 @@ def load_checkpoint(engine: Any, folder: Path) -> Checkpoint | None:
     return newest
 
 
-def _trained(engine: Any) -> dict[str, int]:
+def _count_trained(engine: Any) -> dict[str, int]:
     """Return the number of elements of each trained parameter, also of those that ZeRO-3 shards."""
     named = engine.module.named_parameters()
     return {name: int(getattr(each, "ds_numel", each.numel())) for name, each in named if each.requires_grad}
@@ -206,7 +212,7 @@ def _newest_whole(folder: Path) -> Checkpoint | None:
 
 def _check_parameters(engine: Any, checkpoint: Checkpoint) -> None:
     """Raise UserError unless the checkpoint's parameters are the trained parameters of the student."""
-    own, saved = _trained(engine), checkpoint.manifest["parameters"]
+    own, saved = _count_trained(engine), checkpoint.manifest["parameters"]
     differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
     if differing:
         raise UserError(

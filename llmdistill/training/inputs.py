@@ -37,7 +37,7 @@ Model = PreTrainedModel | str | Path
 
 
 @dataclass(frozen=True)
-class Given:
+class RunInputs:
     """The models, data and other arguments of a run that is called from Python."""
 
     teacher: Model
@@ -48,7 +48,7 @@ class Given:
     tokenizer: PreTrainedTokenizerBase | None
     ds_config: str | Path | Mapping[str, Any] | None
 
-    def first_config(
+    def make_config(
         self, settings: Mapping[str, Any], keywords: Mapping[str, Any], output_dir: str | Path | None
     ) -> RunConfig:
         """Return the checked run configuration; models and data in memory are represented by their class name."""
@@ -68,7 +68,7 @@ class Given:
         check_settings(config)  # before anything is saved
         return config
 
-    def saved(self, config: RunConfig) -> RunConfig:
+    def save(self, config: RunConfig) -> RunConfig:
         """Save models and data in memory to the run folder and return the configuration with the references to them.
 
         If no run folder is set, a temporary folder is used, and no checkpoints are saved. Raises UserError if a row is
@@ -192,7 +192,7 @@ def device_for(model: Model, device: torch.device | str | None) -> torch.device 
 
 
 @contextmanager
-def evaluating(model: Model, *, head: HeadName) -> Iterator[PreTrainedModel]:
+def evaluation_mode(model: Model, *, head: HeadName) -> Iterator[PreTrainedModel]:
     """Yield the model in evaluation mode; a named model is loaded in the best dtype, on the GPU if there is one."""
     if isinstance(model, PreTrainedModel):
         loaded = model

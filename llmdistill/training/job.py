@@ -143,7 +143,7 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
 
     if plan.trains:
         if not exists_on_main(trained / "config.json"):
-            with _training(plan, untrained, trained, teacher, data, callbacks) as (trainer, start, watching):
+            with _open_training(plan, untrained, trained, teacher, data, callbacks) as (trainer, start, watching):
                 trainer.run(start, watching)
             del trainer, watching
             teacher.release()
@@ -159,7 +159,7 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
 
 
 @contextmanager
-def _training(
+def _open_training(
     plan: Plan,
     untrained: Path,
     trained: Path,

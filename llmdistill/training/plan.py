@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import changed
+from llmdistill.config.command_line import with_values
 from llmdistill.data.prompts import CHAT, resolve_prompt, tokenizer_gaps
 from llmdistill.embedded import locate
 from llmdistill.methods import METHODS, Method, build_method
@@ -270,7 +270,7 @@ def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
     check_settings(config)
     configs: list[RunConfig] = []
     settings = config.student
-    train = changed(config.train, settings.assistant_training, key="student.assistant_training")
+    train = with_values(config.train, settings.assistant_training, key="student.assistant_training")
     for number, shape in enumerate(settings.assistants, start=1):
         student = settings.made_otherwise(shape=shape)
         folder = f"{config.output_dir}/assistant-{number}"

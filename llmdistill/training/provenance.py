@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llmdistill.artifacts import as_json
 from llmdistill.config import FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.config.command_line import build, to_dict
-from llmdistill.config.strict import flattened
+from llmdistill.config.strict import flatten
 from llmdistill.data.sources import hub_name
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -63,7 +63,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
             ("Versions", describe_versions(record)),
         ],
         datasets=[] if hub is None else [hub],
-        settings={"method": config.method, **_changed(as_json(given), as_json(to_dict(defaults)))},
+        settings={"method": config.method, **_find_changes(as_json(given), as_json(to_dict(defaults)))},
         scores={} if config.scoring.limit is not None else _scores(metrics.get("student", {})),
         table=model_table(metrics, table) if table.rows else None,
         legend=table.legend,
@@ -81,13 +81,13 @@ def _scores(student: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _find_changes(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that differ from the defaults, nested as they are."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         default = defaults.get(key)
         if isinstance(value, dict) and isinstance(default, dict) and default:
-            inner = _changed(value, default)
+            inner = _find_changes(value, default)
             found |= {key: inner} if inner else {}
         elif value != default:
             found[key] = value
@@ -113,7 +113,7 @@ def save_compressed(
         teacher = TeacherFacts.of(name, config, params)
     except UserError:  # a model that was never saved, or whose folder is gone
         teacher = TeacherFacts(name=f"a {type(student).__name__} in memory", params=params)
-    given = flattened(_changed(asdict(settings), asdict(FactorizeConfig())))
+    given = flatten(_find_changes(asdict(settings), asdict(FactorizeConfig())))
     flags = shlex.join(word for key, value in given.items() for word in (f"--{key}", str(value)))
     command = f"llmdistill compress --model {shlex.quote(teacher.name)} --method {method} {flags}"
     share = count_parameters(build_reference(student.config)) / params

@@ -45,7 +45,7 @@ def rollout_server(plan: Plan, end_token_ids: list[int], vocabulary: int) -> Rol
     )
 
 
-def answered_loader(
+def make_rollout_loader(
     plan: Plan, loader: StepLoader[Encoded], engine: Any, tokenizer: Any, save: Callable[[Path], None]
 ) -> OnPolicyLoader:
     """Return the loader whose answers the student writes in some steps; `save` saves it for a server that does."""

@@ -507,7 +507,7 @@ NOT_FORECAST = {
 """What a forecast of memory and time leaves out, where these conditions hold."""
 
 
-def excluded_choices() -> dict[str, list[str]]:
+def list_excluded() -> dict[str, list[str]]:
     """Return the choices that a run cannot combine with each choice, all as users type them, sorted."""
     excluded: dict[str, list[str]] = {}
     for first, second in CLASHES:
@@ -516,9 +516,9 @@ def excluded_choices() -> dict[str, list[str]]:
 
 
 def as_text(width: int = 80) -> str:
-    """Return `excluded_choices` as plain text, for the terminal."""
+    """Return `list_excluded` as plain text, for the terminal."""
     lines = ["What does not go together; a run, a dry run and llmdistill doctor say why, and what instead."]
-    for choice, others in excluded_choices().items():
+    for choice, others in list_excluded().items():
         paragraph = f"not with {'; '.join(others)}".replace("`", "")
         lines += ["", choice.replace("`", ""), *wrap(paragraph, width, initial_indent="  ", subsequent_indent="    ")]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from typing import IO, Any
 from llmdistill.artifacts import as_json, compare_records, read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import to_dict
-from llmdistill.config.marks import marked
+from llmdistill.config.marks import find_marked
 from llmdistill.config.teacher import OneTeacher, others_of
 from llmdistill.data.references import data_fingerprint
 from llmdistill.errors import UserError
@@ -103,7 +103,7 @@ def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     # What chooses the best student shapes it.
     chosen_by = {"loss": validates, "score": (*validates, "scoring")}.get(keep_best, ())
     # ds_config is a path; its content is compared instead.
-    free = [key for key in marked(RunConfig, "free") if key not in chosen_by]
+    free = [key for key in find_marked(RunConfig, "free") if key not in chosen_by]
     for key in [*free, "scoring.models", "scoring.batch_size"] if keep_best == "score" else free:
         *parents, name = key.split(".")
         block = shaping
@@ -111,7 +111,7 @@ def shaping_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             block = block[parent]
         block.pop(name, None)
     for _, other in others_of(shaping["teacher"]):
-        for name in marked(OneTeacher, "free"):
+        for name in find_marked(OneTeacher, "free"):
             other.pop(name, None)
     return dict(shaping)
 

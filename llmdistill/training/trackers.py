@@ -21,7 +21,7 @@ from typing import Any
 from llmdistill.artifacts import read_record
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import to_dict
-from llmdistill.config.strict import flattened
+from llmdistill.config.strict import flatten
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
 from llmdistill.report.metrics_log import METRICS_LOG
@@ -117,7 +117,7 @@ def _open_mlflow(folder: Path, settings: Mapping[str, Any], known: str | None) -
     active = mlflow.active_run()
     run = active or mlflow.start_run(run_id=known, run_name=os.environ.get("MLFLOW_RUN_NAME", folder.name))
     if known is None and active is None:
-        values = flattened(dict(settings))
+        values = flatten(dict(settings))
         mlflow.log_params({key: str(value)[:500] for key, value in values.items()})  # every version takes so many
     return _Tracker(
         id=str(run.info.run_id),

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 
 import llmdistill
 from llmdistill.config import TrainConfig
-from llmdistill.config.command_line import changed
+from llmdistill.config.command_line import with_values
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.prompts import resolve_prompt
 from llmdistill.data.sources import open_rows, read_examples
@@ -149,7 +149,7 @@ def next_arm(arms: Path, results: Path) -> Arm | None:
     """The first arm of the file, as it is now, whose results do not reach its end."""
     found = json_lines(results) if results.exists() else []
     done = [each["arm"] for each in found if each["seen"] >= each["arm"]["tokens"][-1]]
-    listed = (changed(Arm(student="", train=""), values, key=where) for values, where in open_rows(arms))
+    listed = (with_values(Arm(student="", train=""), values, key=where) for values, where in open_rows(arms))
     return next((arm for arm in listed if asdict(arm) not in done), None)
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llmdistill.training.rules import excluded_choices
+from llmdistill.training.rules import list_excluded
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/train.md"
 MARKS = ("<!-- from scripts/make/rules.py -->", "<!-- end of the rules -->")
@@ -10,7 +10,7 @@ MARKS = ("<!-- from scripts/make/rules.py -->", "<!-- end of the rules -->")
 
 def table() -> str:
     """The choices with those that a run cannot combine with them."""
-    rows = (f"| {choice} | {'; '.join(others)} |\n" for choice, others in excluded_choices().items())
+    rows = (f"| {choice} | {'; '.join(others)} |\n" for choice, others in list_excluded().items())
     return "| choice | not with |\n|---|---|\n" + "".join(rows)
 
 

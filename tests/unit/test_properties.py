@@ -17,7 +17,7 @@ from readers import READERS
 
 from llmdistill.config import FactorizeConfig, RunConfig
 from llmdistill.config.cache import CacheConfig
-from llmdistill.config.command_line import build, checked, parse_run, run_parser
+from llmdistill.config.command_line import build, build_checked, parse_run, run_parser
 from llmdistill.config.generation import ResponseConfig
 from llmdistill.config.machine import MachineConfig
 from llmdistill.config.tasks import FineTuningConfig
@@ -107,7 +107,7 @@ FORMS: dict[str, Callable[[str], Any]] = {
     "shape": parse_shape,
     "layers of a copy": lambda text: parse_layer_map(text, student_depth=3, teacher_depth=6, key="student.layers"),
     "layers of a method": lambda text: parse_layers(text, 6, key="makd.layers"),
-    "memory": lambda text: checked(MachineConfig, {"gpu_memory": text}),
+    "memory": lambda text: build_checked(MachineConfig, {"gpu_memory": text}),
     "target_params": lambda text: planned(target_params=text),
     "ranks": lambda text: planned(ranks={text: 4}),
     "shapes": lambda text: planned(shapes={"*": text}),

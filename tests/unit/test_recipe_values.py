@@ -19,8 +19,8 @@ from transformers import BertConfig, PreTrainedConfig, RobertaConfig, XLMRoberta
 
 from llmdistill.config import RunConfig
 from llmdistill.config.command_line import parse_run, run_parser, to_dict
-from llmdistill.config.recipes import extended, recipe_names, recipe_path
-from llmdistill.config.strict import flattened
+from llmdistill.config.recipes import read_layers, recipe_names, recipe_path
+from llmdistill.config.strict import flatten
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.methods import METHODS
 from llmdistill.models.families import layers_of
@@ -76,8 +76,8 @@ def test_a_recipe_says_what_its_paper_says(recipe: str) -> None:
     ]
     assert not wrong
     known = (*stated, *OF_THE_MACHINE)
-    for values in extended(run_parser(METHODS), recipe_path(recipe)).values():
-        unknown = [key for key in flattened(values) if not any(f"{key}.".startswith(f"{each}.") for each in known)]
+    for values in read_layers(run_parser(METHODS), recipe_path(recipe)).values():
+        unknown = [key for key in flatten(values) if not any(f"{key}.".startswith(f"{each}.") for each in known)]
         assert not unknown
     names = ("global_batch_size", "learning_rate", "warmup_steps", "schedule", "weight_decay", "betas")
     keys = {"method", "teacher.model", "data.kind", "data.max_length", *(f"train.{name}" for name in names)}

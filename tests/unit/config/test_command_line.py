@@ -198,14 +198,14 @@ def test_a_mistake_in_a_recipe(tmp_path, text, said):
 
 def test_a_part_is_checked_in_python_as_in_a_recipe():
     part = Minilmv2Config()
-    found = command_line.changed(part, {"relation_heads": 12, "teacher_layer": 3}, key="k")
+    found = command_line.with_values(part, {"relation_heads": 12, "teacher_layer": 3}, key="k")
     assert found == dataclasses.replace(part, relation_heads=12, teacher_layer=3)
     for key, value, said in (
         ("relation_head", 1, "k.relation_head: there is no such setting; did you mean k.relation_heads?"),
         ("relation_heads", "many", "k.relation_heads: 'many' does not fit; expected int"),
         ("relation_heads", None, "k.relation_heads is null: give a value"),
     ):
-        refuses(said, command_line.changed, part, {key: value}, key="k")
+        refuses(said, command_line.with_values, part, {key: value}, key="k")
 
 
 def test_a_flag_that_is_given_twice():

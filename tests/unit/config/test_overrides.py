@@ -4,7 +4,7 @@ import pytest
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import build, parse_run, to_dict
-from llmdistill.config.strict import flattened
+from llmdistill.config.strict import flatten
 from llmdistill.methods import METHODS
 from llmdistill.students.sizes import check_settings
 
@@ -80,7 +80,7 @@ def test_settings_that_exclude_each_other_replace_each_other(tmp_path, recipe, w
     factorize = build(config["student"]["factorize"], FactorizeConfig)
     if config["student"]["shape"] is None and config["student"]["model"] is None and factorize != FactorizeConfig():
         check_settings(factorize, config["student"]["method"])
-    found = flattened(config["student"]["factorize"]) | flattened(config)
+    found = flatten(config["student"]["factorize"]) | flatten(config)
     assert {key: found[key] for key in expected} == expected
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from llmdistill.config import DataConfig
-from llmdistill.config.command_line import changed
+from llmdistill.config.command_line import with_values
 from llmdistill.config.data import RolloutConfig, TextConfig
 from llmdistill.data.corpus import store_corpus
 from llmdistill.data.examples import Example
@@ -115,7 +115,7 @@ INPUT = Example("Hi", "you", ("x",), "rows:3")
         (lambda: word_starts(bare()), "does not mark where words begin"),
         (lambda: Marks.of(bare(**MARKS)), "the tokenizer has no mask_token"),
         (lambda: encode_targets(HINTED, bare(**MARKS, mask_token="w0"), max_source=3, max_target=3), "no room in them"),
-        (lambda: changed(RolloutConfig(), {"url": "a:1"}, key="data.rollout"), "data.rollout.url is a:1: give"),
+        (lambda: with_values(RolloutConfig(), {"url": "a:1"}, key="data.rollout"), "data.rollout.url is a:1: give"),
     ],
     ids=lambda each: each[:30] if isinstance(each, str) else "",
 )

@@ -83,4 +83,4 @@ def test_hidden_states_are_cut_into_as_many_parts_as_heads() -> None:
 ])  # fmt: skip
 def test_numbers_out_of_range(method: str, settings: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        command_line.changed(METHODS[method].settings(), settings, key=method)
+        command_line.with_values(METHODS[method].settings(), settings, key=method)

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from llmdistill.config import FactorizeConfig
-from llmdistill.config.command_line import changed
+from llmdistill.config.command_line import with_values
 from llmdistill.errors import UserError
 from llmdistill.students.counting import build_reference, count_parameters
 from llmdistill.students.install import install
@@ -164,7 +164,7 @@ def test_refuses_in_one_sentence(method, settings, said):
 ])  # fmt: skip
 def test_settings_that_contradict_each_other(settings, said):
     with pytest.raises(ValueError, match=said):
-        changed(FactorizeConfig(), settings, key="")
+        with_values(FactorizeConfig(), settings, key="")
 
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForMaskedLM])

@@ -13,7 +13,7 @@ from sentence_encoders import WORDS, encoder
 from transformers import BertConfig, BertModel, LlamaConfig
 
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import changed
+from llmdistill.config.command_line import with_values
 from llmdistill.data.pairs import (
     PairExample,
     SentencePair,
@@ -45,7 +45,9 @@ def run_of(folder, **data: object) -> RunConfig:
     sts.write_text("".join(f"{score:g}\t{one}\t{other}\n" for one, other, score in PAIRS))
     settings = {"kind": "sentences", "train": str(folder / "train.txt"), "tests": {"sts": str(sts)}, **data}
     settings["cache_dir"] = str(folder / "cache")
-    return changed(RunConfig(method="embedding"), {"teacher.model": str(folder / "teacher"), "data": settings}, key="")
+    return with_values(
+        RunConfig(method="embedding"), {"teacher.model": str(folder / "teacher"), "data": settings}, key=""
+    )
 
 
 def read(task: Sentences, model: BertModel, folder) -> Sentences:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from llmdistill.artifacts import MANIFEST
 from llmdistill.cli import main as command
 from llmdistill.errors import UserError
-from llmdistill.training.inputs import Given
+from llmdistill.training.inputs import RunInputs
 
 from support import interrupted_copy
 
@@ -108,10 +108,10 @@ def test_every_kind_of_file_of_the_inputs_that_a_call_from_python_keeps(base, tm
     """The same call checks them, or writes them again; their models and data are in memory."""
     model = AutoModelForCausalLM.from_pretrained(base / "teacher")
     rows = [{"instruction": f"Where is {n}?", "output": f"In town {n % 3}."} for n in range(4)]
-    given = Given(model, None, rows, rows[:2], {}, None, {"zero_optimization": {"stage": 1}})
+    given = RunInputs(model, None, rows, rows[:2], {}, None, {"zero_optimization": {"stage": 1}})
 
     def save() -> None:
-        given.saved(given.first_config({"method": "kd", "student.factorize.rank": 4}, {}, tmp_path))
+        given.save(given.make_config({"method": "kd", "student.factorize.rank": 4}, {}, tmp_path))
 
     save()
     save()
