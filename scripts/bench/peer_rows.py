@@ -50,11 +50,8 @@ def written(setting: Setting) -> Callable[[int], list[Batch]]:
     return OnPolicyLoader(
         TrainLoader(items, share, partial(collate, pad_token_id=END)),
         StudentWriter(setting.student, len(answers[0]), [END], pad_token_id=END, synced=False),
-        share=1.0,
-        seed=0,
+        on_policy=1.0,
         pad_token_id=END,
-        rank=0,
-        world_size=1,
     ).micro_batches
 
 
