@@ -39,7 +39,7 @@ from llmdistill.students.sizes import check_settings, summarize
 from llmdistill.students.start.weighted import check_calibration_data
 from llmdistill.tasks import is_task
 from llmdistill.tasks.base import LoadedModel
-from llmdistill.tasks.benchmark import score_task, scored_benchmark
+from llmdistill.tasks.benchmark import find_shared_benchmark, score_task
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.text import score_masked
 from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
@@ -353,7 +353,7 @@ def evaluate(
     if "task" in kinds.values():
         if set(kinds.values()) != {"task"}:
             raise UserError("data holds tasks and other sets, which need different heads: evaluate them one by one")
-        scored = scored_benchmark(str(task) for task in sets.values())
+        scored = find_shared_benchmark(str(task) for task in sets.values())
         places = TaskConfig(name="rte", dir=None if data_dir is None else str(data_dir))
         usual = DataConfig(kind="task", task=places, max_length=scored.usual_length)
         # Of the limits only max_length means something for a task.

@@ -33,7 +33,7 @@ from llmdistill.report.trials import ModelEntry, run_entries
 from llmdistill.studies.launcher import Launcher
 from llmdistill.studies.study import PlannedRow, Study
 from llmdistill.studies.trials import Progress, Trial, changed_values, make_trial
-from llmdistill.tasks.benchmark import Benchmark, named_benchmark
+from llmdistill.tasks.benchmark import Benchmark, find_benchmark
 from llmdistill.training.plan import make_plans
 
 _CHUNKS = "conll2000/train.txt"
@@ -122,7 +122,7 @@ class TableStudy(Study):
         return [benchmark.title(key) for benchmark, key in self._benchmarks()]
 
     def _benchmarks(self) -> list[tuple[type[Benchmark], str]]:
-        return [named_benchmark(name) for name in self.names]
+        return [find_benchmark(name) for name in self.names]
 
     def entries(self, trial: Trial, metrics: Mapping[str, Any]) -> dict[str, ModelEntry]:
         return tuned_entries(metrics) if isinstance(trial, FineTuning) else run_entries(metrics)

@@ -32,7 +32,7 @@ from llmdistill.runtime.terminal import print_main
 from llmdistill.studies.launcher import InProcess
 from llmdistill.studies.study import PlannedRow, Study
 from llmdistill.studies.trials import Trial
-from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
+from llmdistill.tasks.benchmark import find_benchmark, find_benchmarks
 from llmdistill.training.plan import Plan
 
 TEACHER = "teacher"
@@ -140,7 +140,7 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
         )
     tasks = find_benchmarks(settings.names, setting="tasks.names")
     for task in tasks:
-        benchmark, key = named_benchmark(task)
+        benchmark, key = find_benchmark(task)
         benchmark.check_folder(settings.data_dir, key, setting="tasks.data_dir")
         if settings.tsne:
             check_drawable(task, setting="tasks.tsne")
@@ -154,7 +154,7 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
         student = first.models.teacher if config.model == str(first.models.teacher_path) else last.models.student
         if settings.tsne:
             check_layer(config.tsne_layer, student, named=config.model, key="tasks.tsne_layer")
-        pending, (benchmark, key) = {config.model: student}, named_benchmark(task)
+        pending, (benchmark, key) = {config.model: student}, find_benchmark(task)
         teacher = None
         if config.teacher is not None:
             teacher = given.get(task, str(Path(config.teacher) / task / BEST))

@@ -25,7 +25,7 @@ from llmdistill.objective import Objective
 from llmdistill.papers.writing_files import WRITING_TASKS, TextSet, read_files, task_paths
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoredModel
-from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, skipped_questions
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, describe_skipped_questions
 from llmdistill.tasks.rouge import reference_words
 from llmdistill.tasks.stored import TaskFiles
 from llmdistill.tasks.text_metrics import NAMES, TextMetric, has_synonyms, text_metrics
@@ -45,7 +45,7 @@ class WritingData(BenchmarkData):
     chance = 0.0
     """One text for all sources has next to none of their 4-grams and words in order."""
 
-    def about_training(self) -> str:
+    def describe_training(self) -> str:
         meta = self.meta
         return (
             f"{len(self.train):,} examples; {meta['cut_sources']:,} sources are cut at {self.task.max_source} tokens, "
@@ -104,7 +104,7 @@ class WritingData(BenchmarkData):
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See Task: skipped questions, METEOR without synonyms, and a teacher that writes nothing right."""
-        warnings = skipped_questions(self.meta["skipped"], "their answer is not in their context")
+        warnings = describe_skipped_questions(self.meta["skipped"], "their answer is not in their context")
         if "meteor" in self.task.metrics and not has_synonyms():
             warnings.append(
                 "METEOR matches equal words and stems only, because nltk finds no WordNet on this machine: such scores "

@@ -27,7 +27,7 @@ from llmdistill.studies.study import Outcome, PlannedRow, Study
 from llmdistill.studies.trials import Choice, Progress, Result, Trial, grid_points, make_trial
 from llmdistill.studies.variants import Start, Variant
 from llmdistill.tasks.base import VALID
-from llmdistill.tasks.text_windows import text_tests
+from llmdistill.tasks.text_windows import find_text_tests
 from llmdistill.training.plan import Plan, make_plan
 
 
@@ -281,7 +281,7 @@ class MethodStudy(Study):
         chooses = any(len(self.points(variant)) > 1 for variant in self.trained())
         if self.score is PERPLEXITY:
             self._check_text(chooses)
-        sets = [name for name in tests if self.score is PERPLEXITY or name not in text_tests(tests)]
+        sets = [name for name in tests if self.score is PERPLEXITY or name not in find_text_tests(tests)]
         if not sets:
             raise UserError("data.tests is empty: a comparison needs at least one test set; give some as {name: path}")
         if "average" in sets:

@@ -215,14 +215,14 @@ def find_benchmarks(names: Iterable[str], *, setting: str) -> list[str]:
     Raises:
         UserError: a task does not exist, or is named twice.
     """
-    titles = [task.title(key) for task, key in (named_benchmark(name, setting=setting) for name in names)]
+    titles = [task.title(key) for task, key in (find_benchmark(name, setting=setting) for name in names)]
     repeated = next((name for name in titles if titles.count(name) > 1), None)
     if repeated is not None:
         raise UserError(f"{setting}: {repeated} is named twice; name each task once")
     return titles
 
 
-def named_benchmark(name: str, *, setting: str = "data.task.name") -> tuple[type[Benchmark], str]:
+def find_benchmark(name: str, *, setting: str = "data.task.name") -> tuple[type[Benchmark], str]:
     """Return the class and the key in `tasks.TASKS` of a task by its title, or as the user typed it as a setting.
 
     Raises:
@@ -234,13 +234,13 @@ def named_benchmark(name: str, *, setting: str = "data.task.name") -> tuple[type
     return task, key
 
 
-def scored_benchmark(names: Iterable[str]) -> type[Benchmark]:
+def find_shared_benchmark(names: Iterable[str]) -> type[Benchmark]:
     """Return the class of the tasks that one model is scored on.
 
     Raises:
         UserError: a task does not exist, or the tasks need different heads.
     """
-    classes = {named_benchmark(name, setting="data")[0] for name in names}
+    classes = {find_benchmark(name, setting="data")[0] for name in names}
     if len({benchmark.head for benchmark in classes}) > 1:
         raise UserError("data holds tasks that need different heads: evaluate them one by one")
     return classes.pop()
@@ -262,7 +262,7 @@ def score_task(
     Raises:
         UserError: the task does not exist, the model has no head for it, or a file is missing or malformed.
     """
-    task_type, key = named_benchmark(str(data.task.name), setting="data")
+    task_type, key = find_benchmark(str(data.task.name), setting="data")
     task_type.check_folder(data.task.dir, key, setting="data_dir")
     head = HEADS[task_type.head]
     if not type(model).__name__.endswith(head.endings[0]):
@@ -290,7 +290,7 @@ def score_task(
             return dict(examples.summary({name: examples.score_set(name, scored) for name in examples.sets}))
 
 
-def skipped_questions(places: Sequence[str], because: str) -> list[str]:
+def describe_skipped_questions(places: Sequence[str], because: str) -> list[str]:
     """Return the warning about training questions that are left out, with the places of the first; none without any."""
     if not places:
         return []

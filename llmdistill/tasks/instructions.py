@@ -38,7 +38,7 @@ from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task, 
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance, reference_words
-from llmdistill.tasks.text_windows import TextTests, check_texts, text_tests
+from llmdistill.tasks.text_windows import TextTests, check_texts, find_text_tests
 from llmdistill.tasks.words import Words, describe_words
 
 
@@ -67,7 +67,7 @@ class Instructions(Task):
 
     def check_files(self, *, thorough: bool = True) -> None:
         data = self.config.data
-        texts = text_tests(data.tests)
+        texts = find_text_tests(data.tests)
         sets = (reference for name, reference in data.tests.items() if name not in texts)
         train = [part.reference for part in parts_of(data.train)] if self.trains else []
         for reference in (*train, data.valid, *sets):

@@ -57,7 +57,7 @@ class SentenceData(StoredData):
 
     task: Sentences
 
-    def about_training(self) -> str:
+    def describe_training(self) -> str:
         return f"{len(self.train):,} sentences" if self.task.trains else "not read, as nothing is trained"
 
     @cached_property

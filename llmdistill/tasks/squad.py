@@ -36,7 +36,7 @@ from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.base import ScoredModel
-from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, skipped_questions
+from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, describe_skipped_questions
 from llmdistill.tasks.forward import Forward, compute_values, scoring_forward
 from llmdistill.tasks.squad_metrics import LANGUAGES, squad1_scores, squad2_scores
 from llmdistill.tasks.stored import TaskFiles
@@ -116,11 +116,11 @@ class SquadData(BenchmarkData):
 
     task: Squad
 
-    def about_training(self) -> str:
+    def describe_training(self) -> str:
         return f"{self.meta['questions']:,} questions in {len(self.train):,} windows"
 
     @property
-    def about(self) -> Mapping[str, Mapping[str, Any]]:
+    def facts(self) -> Mapping[str, Mapping[str, Any]]:
         """The fields of QuestionSet of each set that models are scored on, with the numbers of its questions as `size`
         and of those without an answer as `unanswerable`."""
         return self.meta["sets"]
@@ -131,12 +131,12 @@ class SquadData(BenchmarkData):
         return self.task.entry.title
 
     def column(self, name: str) -> str:
-        return str(self.about[name]["column"])
+        return str(self.facts[name]["column"])
 
     @property
     def chance(self) -> float:
         """See Benchmark: the share of questions without an answer, which never answering gets right."""
-        dev = self.about["dev"]
+        dev = self.facts["dev"]
         return 100 * float(dev["unanswerable"] / dev["size"])
 
     @property
@@ -144,14 +144,14 @@ class SquadData(BenchmarkData):
         """See Benchmark: questions."""
         return {
             "train": int(self.meta["questions"]),
-            **{name: int(facts["size"]) for name, facts in self.about.items()},
+            **{name: int(of_set["size"]) for name, of_set in self.facts.items()},
         }
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
         """See Task: dev, and for MLQA the test set of each language or pair of languages."""
         asked = {"examples": self.digest, "max_answer_length": self.task.config.data.task.max_answer_length}
-        return dict.fromkeys(self.about, asked)
+        return dict.fromkeys(self.facts, asked)
 
     def score_set(self, name: str, scored: ScoredModel) -> dict[str, Any]:
         """See Task: the metrics, and the predictions in the formats of the official scripts.
@@ -181,7 +181,7 @@ class SquadData(BenchmarkData):
         if self.task.entry.has_unanswerable:
             scores = squad2_scores(spans.texts, spans.null_odds, references)
         else:
-            scores = squad1_scores(spans.texts, references, language=self.about[name]["language"])
+            scores = squad1_scores(spans.texts, references, language=self.facts[name]["language"])
         return {"metrics": scores, "examples": len(questions)}
 
     def summary(self, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class SquadData(BenchmarkData):
         summary = super().summary(scores)
         columns = summary["dev"]
         if self.task.entry.is_multilingual:
-            same = [columns[facts["column"]] for facts in self.about.values() if facts["is_averaged"]]
+            same = [columns[of_set["column"]] for of_set in self.facts.values() if of_set["is_averaged"]]
             columns[self.main_column] = {
                 metric: fmean(scores_of_set[metric] for scores_of_set in same) for metric in self.task.metrics
             }
@@ -213,7 +213,9 @@ class SquadData(BenchmarkData):
 
     def warnings(self, teacher: Mapping[str, Any] | None) -> list[str]:
         """See Task: skipped questions, and a teacher that is not better than never answering."""
-        warnings = skipped_questions(self.meta["skipped"], "their answer is not in the context where answer_start says")
+        warnings = describe_skipped_questions(
+            self.meta["skipped"], "their answer is not in the context where answer_start says"
+        )
         if teacher is not None and teacher["score"] <= teacher["chance"]:
             warnings.append(
                 f"the teacher {self.task.config.teacher.model} is not better than never answering on "

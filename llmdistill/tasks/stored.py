@@ -70,7 +70,7 @@ class StoredData(TaskData):
         padding: Any = self.tokenizer.pad_token_id
         return collate_pairs(items, padding)
 
-    def about_training(self) -> str:
+    def describe_training(self) -> str:
         """Return one sentence about the training set."""
         return f"{len(self.train):,} examples"
 
@@ -190,4 +190,4 @@ class StoredTask(Task, Generic[Data]):
         data = self.data_class(
             task=self, tokenizer=tokenizer, encoded=encoded, meta=stored.meta, text=stored.text, digest=folder.name
         )
-        return replace(data, report=data.about_training())
+        return replace(data, report=data.describe_training())

@@ -32,7 +32,7 @@ from llmdistill.runtime.main_first import make_once
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.perplexity import perplexity_of
 from llmdistill.tasks.reference_loss import label_loss
-from llmdistill.tasks.text_windows import TextTests, check_texts, text_tests
+from llmdistill.tasks.text_windows import TextTests, check_texts, find_text_tests
 
 
 class Text(Task):
@@ -44,7 +44,7 @@ class Text(Task):
         """Raise UserError if a test set is no text."""
         super().__init__(config, trains=trains, teacher_writes=teacher_writes)
         tests = config.data.tests
-        other = next((name for name in tests if name not in text_tests(tests)), None)
+        other = next((name for name in tests if name not in find_text_tests(tests)), None)
         if other is not None:
             raise UserError(
                 f"data.tests.{other} {tests[other]} is no text, but data.kind is text: give a plain text (.txt), whose "
@@ -82,7 +82,7 @@ class Text(Task):
         for reference in (*(_list_parts(data).values() if self.trains else ()), data.valid):
             if reference is not None and text_files(reference) is None:
                 open_rows(reference, streaming=True)  # it does not contact the hub yet
-        check_texts(text_tests(data.tests))
+        check_texts(find_text_tests(data.tests))
 
     def read(self, models: Models) -> TextData:
         """See Task. The texts are only read when they are tokenized.

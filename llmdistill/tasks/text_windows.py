@@ -198,7 +198,7 @@ def read_windows(
     }
 
 
-def text_tests(tests: Mapping[str, str]) -> dict[str, WholeText]:
+def find_text_tests(tests: Mapping[str, str]) -> dict[str, WholeText]:
     """Return the texts among the test sets of a run: .txt files, and those named as in TEXTS, with their protocol."""
     return {
         name: WholeText(reference, lines=name in TEXTS)
@@ -233,7 +233,7 @@ class TextTests:
         usual = min(max_positions(model, USUAL_WINDOW) for model in (models.teacher, models.student))
         settings = replace(config.scoring, window=config.scoring.window or usual)
         begins = [begin_tokens(tokenizer) for tokenizer in tokenizers]
-        return cls(texts=text_tests(config.data.tests), settings=settings, models=models, begins=begins)
+        return cls(texts=find_text_tests(config.data.tests), settings=settings, models=models, begins=begins)
 
     def check(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
         """Raise a UserError for a text or windows that a model cannot read; see `cut_windows`."""

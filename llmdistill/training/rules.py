@@ -481,7 +481,8 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
         "(teacher.cache null)"
     ),
     (CACHED_TEACHER, SPANS): (
-        "a cache keeps no outputs for spans ({data.task.name}): train with the teacher itself (teacher.cache null)"
+        "a cache keeps no outputs with a place for each token ({data.task.name}): train with the teacher itself "
+        "(teacher.cache null)"
     ),
     (TEACHER_ON_A_SERVER, ANOTHER_TOKENIZER): (
         "teacher.url {teacher.url}: a server is asked about the student's tokens, but teacher and student have "

@@ -32,7 +32,7 @@ from llmdistill.runtime.speed import measure_speed, parameter_split
 from llmdistill.runtime.terminal import print_main, quiet_libraries, quiet_transformers
 from llmdistill.studies.launcher import InProcess, Launcher
 from llmdistill.studies.trials import Trial
-from llmdistill.tasks.benchmark import find_benchmarks, named_benchmark
+from llmdistill.tasks.benchmark import find_benchmark, find_benchmarks
 from llmdistill.tasks.glue import GLUE
 from llmdistill.training.job import run_config
 
@@ -155,7 +155,7 @@ def _prepare(config: FineTuningConfig, prefix: str) -> dict[str, TaskStudy]:
     """Return the study of each task; the settings of all are checked before the first one runs."""
     tasks = list(GLUE) if config.tasks is None else find_benchmarks(config.tasks, setting=f"{prefix}tasks")
     for task in tasks:
-        benchmark, key = named_benchmark(task)
+        benchmark, key = find_benchmark(task)
         benchmark.check_folder(config.data_dir, key, setting=f"{prefix}data_dir")
     studies = {
         task: TaskStudy(
@@ -178,7 +178,7 @@ def _drawn(config: FineTuningConfig, task: str, tasks: list[str], prefix: str) -
         return {}
     root, key = output_dir(config), f"{prefix}tsne_layer"
     check_drawable(task, setting=f"{prefix}tsne")
-    benchmark, name = named_benchmark(task)
+    benchmark, name = find_benchmark(task)
     models = [teacher_of(folder, task, tasks, key=f"{prefix}tsne") for folder in config.tsne]
     for path in models:
         benchmark.check_fine_tuned(load_config(path), name, named=f"{prefix}tsne {path}")
@@ -188,7 +188,7 @@ def _drawn(config: FineTuningConfig, task: str, tasks: list[str], prefix: str) -
 
 
 def check_drawable(task: str, *, setting: str) -> None:
-    if not named_benchmark(task)[0].has_classes:
+    if not find_benchmark(task)[0].has_classes:
         raise UserError(f"{setting}: t-SNE draws the classes of examples, and {task} has none; leave it out for {task}")
 
 

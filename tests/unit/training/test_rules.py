@@ -335,7 +335,11 @@ def test_a_row_of_the_table_is_of_choices_and_has_an_example():
         (("sft",), "method sft has no teacher, so there is nothing to cache", "method sft needs more of its teacher"),
         (("makd",), None, "method makd needs more of its teacher than .* of tokens; take --cache.engine hf"),
         (("classes",), None, "vLLM gives log-probabilities of decoders alone; take --cache.engine hf"),
-        (("spans",), r"a cache keeps no outputs for spans \(squad1\)", "vLLM gives log-probabilities of decoders"),
+        (
+            ("spans",),
+            r"a cache keeps no outputs with a place for each token \(squad1\)",
+            "vLLM gives log-probabilities of decoders",
+        ),
     ],
 )
 def test_a_command_is_told_why_it_makes_no_cache(files, names, by_cache, by_vllm):
