@@ -89,14 +89,14 @@ def published_report(folder: Path, report: PublishedReport) -> StudyReport:
     """
     rows, lines = [], []
     for row in report.table.rows:
-        found, measured = report.measured.get(row.name), None
-        if found is not None:
-            values = asdict(found)
+        measured, entry = report.measured.get(row.name), None
+        if measured is not None:
+            values = asdict(measured)
             del values["scores"]
-            measured = {**values, "figures": [None if cell is None else cell.to_dict() for cell in report.cells(row)]}
+            entry = {**values, "figures": [None if cell is None else cell.to_dict() for cell in report.cells(row)]}
         own = {"key": row.name, "label": row.label, **({} if row.at is None else {"at": row.at})}
-        rows.append({**own, "published": list(row.published), "measured": measured})
-        lines.append({"label": row.label, "why_not": row.missing, "measured": found, "cells": _shown(row, report)})
+        rows.append({**own, "published": list(row.published), "measured": entry})
+        lines.append({"label": row.label, "why_not": row.missing, "measured": measured, "cells": _shown(row, report)})
     results = {"title": report.table.title, "columns": report.header, "rows": rows, "facts": dict(report.facts)}
     run, table = [row for row in report.table.rows if row.name in report.measured], report.table
     shown = []

@@ -25,6 +25,7 @@ from llmdistill.training.resolved import teacher_path, tokenizer_path
 
 def _is_rank(size: str) -> bool:
     """Return whether the size of a student is a rank; any other is a number of parameters, as in target_params."""
+    # No rank has ten digits, and int() refuses thousands of them.
     return size.isdecimal() and len(size) < 10
 
 

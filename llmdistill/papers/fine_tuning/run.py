@@ -199,7 +199,7 @@ def check_layer(layer: int | None, config: PreTrainedConfig, *, named: str, key:
 
 
 def _measure(config: FineTuningConfig, study: TaskStudy) -> dict[str, Any]:
-    """Count the parameters by part and, if asked for, time forward passes; kept in a file and not measured again.
+    """Count the parameters by part and, with `speed`, time forward passes; the results are stored, and measured once.
 
     Encoders are counted and timed without a head but with the pooler, as in the papers, and decoders with a classifier.
     The speed-ups are relative to the first model.
@@ -209,12 +209,15 @@ def _measure(config: FineTuningConfig, study: TaskStudy) -> dict[str, Any]:
     models = {role: path for role, path in named.items() if path is not None}
     file, dtype, device = study.root / "sizes.json", study.plan.models.dtype, world.device
     batch = {"batch_size": study.protocol.batch_size, "length": study.protocol.max_length}
-    asked: dict[str, Any] = {"models": {role: fingerprint(path) for role, path in models.items()}, "dtype": str(dtype)}
+    depends_on: dict[str, Any] = {
+        "models": {role: fingerprint(path) for role, path in models.items()},
+        "dtype": str(dtype),
+    }
     if config.speed:
-        asked |= {**batch, "hardware": describe_hardware(1)}
-    kept = read_result(file, asked)
-    if kept is not None:
-        return kept
+        depends_on |= {**batch, "hardware": describe_hardware(1)}
+    earlier = read_result(file, depends_on)
+    if earlier is not None:
+        return earlier
     loaded = {}
     for role, path in models.items():
         head: HeadName = "sequence" if is_causal(load_config(path)) else "none"
@@ -223,4 +226,4 @@ def _measure(config: FineTuningConfig, study: TaskStudy) -> dict[str, Any]:
     if config.speed:
         repeats = 20 if device.type == "cuda" else 5
         sizes["speed"] = measure_speed(loaded, **batch, repeats=repeats, warmup=1)
-    return write_result(file, asked, sizes)
+    return write_result(file, depends_on, sizes)

@@ -201,9 +201,9 @@ class TaskStudy(Study):
     def _keep(self, choice: Choice, data: BenchmarkData, runner: Runner) -> None:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
         best, trial = self.folder / BEST, choice.best.trial
-        student, asked = trial.folder / "student", {"run": trial.folder.name, "settings": to_dict(trial.config)}
+        student, depends_on = trial.folder / "student", {"run": trial.folder.name, "settings": to_dict(trial.config)}
         has_model = (best / "config.json").is_file
-        if on_main(lambda: has_model() and read_result(best / RESULT_FILE, asked) is not None):
+        if on_main(lambda: has_model() and read_result(best / RESULT_FILE, depends_on) is not None):
             return
         if not on_main((student / "config.json").is_file):
             print_main(f"{self.task}: {trial.folder.name} is the best now, but its model is gone: once more")
@@ -218,7 +218,8 @@ class TaskStudy(Study):
             shutil.rmtree(best, ignore_errors=True)
             with new_proven_folder(best) as partial_folder:
                 shutil.copytree(student, partial_folder, dirs_exist_ok=True)
-                write_result(partial_folder / RESULT_FILE, asked, {})
+                write_result(partial_folder / RESULT_FILE, depends_on, {})
+            # Last, so that a kill in between leaves the model twice and not nowhere.
             if not self.config.keep_models:
                 shutil.rmtree(student)
 

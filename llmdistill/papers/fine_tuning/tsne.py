@@ -58,13 +58,13 @@ def draw(
     data, classes, file = study.benchmark.read_files(), study.benchmark.entry.classes, folder / f"{name}.json"
     layer, max_length, dtype = study.config.tsne_layer, study.protocol.max_length, study.plan.models.dtype
     prints = {title: fingerprint(path) for title, path in models.items()}
-    asked = {
+    depends_on = {
         **{"models": prints, "layer": layer, "aspect": aspect},
         **{"max_length": max_length, "examples": data.digest, "dtype": str(dtype)},
     }
-    kept = read_result(file, asked)
-    if kept is not None and (folder / f"{name}.png").is_file():
-        return _summary(kept)
+    earlier = read_result(file, depends_on)
+    if earlier is not None and (folder / f"{name}.png").is_file():
+        return _summary(earlier)
     dev = data.sets["dev"].examples
     rows = list(range(len(dev)))
     if len(dev) > EXAMPLES:  # at random, as files are often sorted
@@ -84,7 +84,7 @@ def draw(
         note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"  # + 0.0 takes the sign off -0.0
         clouds.append(Panel(title, f"layer {number}{note}", points))
     save_plot(plot_clusters(clouds, targets, classes), folder, name)
-    return _summary(write_result(file, asked, {"rows": rows, "targets": targets.tolist(), "models": drawn}))
+    return _summary(write_result(file, depends_on, {"rows": rows, "targets": targets.tolist(), "models": drawn}))
 
 
 def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
