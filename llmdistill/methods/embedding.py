@@ -53,6 +53,7 @@ def build_embedding(
     if objective.pooling is None:
         raise UserError("method embedding compares embeddings of sentences: set data.kind to sentences")
     modes = len(objective.pooling.modes)
+    # The results of several modes of pooling are side by side.
     widths = modes * shape_of(student).hidden_size, modes * shape_of(teacher).hidden_size
     projections: dict[Mapped, tuple[int, int]] = {}
     if widths[0] != widths[1] and settings.projection == "keep":

@@ -30,7 +30,7 @@ class Preset:
     """Values to try, by dotted key; None takes those of the method."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # hashed by identity: parsers are cached by the table of methods
 class MethodEntry:
     """One method. Most methods need none of the flags."""
 

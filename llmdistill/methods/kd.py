@@ -108,7 +108,7 @@ KD = MethodEntry(
         "sampled": Preset(
             label="sampled reverse KL",
             settings={"kd.divergence": "log_ratio", "kd.ratio": 1.0, "data.on_policy": 1.0},
-            grid={},
+            grid={},  # without given answers there are no labels, so the ratio is 1
         ),
         "uld": Preset(label="KD, spans by ULD", settings={"kd.spans": "uld"}),
         "kd_minilm": Preset(label="KD + MiniLM", settings={"also": ["minilm"]}),

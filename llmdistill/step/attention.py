@@ -52,7 +52,7 @@ class AttentionTap:
                 'attn_implementation="sdpa"'
             )
         AttentionInterface.register(ATTENTION_NAME, _tapping_attention)
-        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+        AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)  # transformers makes no mask for an unknown name
         self._model, self._previous = model, implementation
         self._modules: list[nn.Module] = []
         for layer in sorted(layers):
@@ -84,6 +84,7 @@ class MaskMode:
     def give(self) -> None:
         """Use the mask among the model's arguments, or none, from now on."""
         AttentionInterface.register(GIVEN_MASK, _tapping_attention)
+        # After a pass whose layers are computed again the model still has GIVEN_MASK.
         self._own = self._own or attention_implementation(self._model)
         # Written to the config: set_attn_implementation walks all modules, and this runs in every step.
         set_attention(self._model, GIVEN_MASK)

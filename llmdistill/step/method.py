@@ -154,6 +154,7 @@ def combine(methods: Mapping[str, Method]) -> Method:
         )
         for aspect, widths in method.projections.items():
             assert projections.setdefault(aspect, widths) == widths, f"two methods map {aspect} to different widths"
+    # All of them have the same student, and a decoder shifts the labels in every method.
     (shift,) = {method.shift for method in methods.values()}
     pooling = next((method.pooling for method in methods.values() if method.pooling is not None), None)
     return Method(**vars(terms), shift=shift, projections=projections, pooling=pooling)

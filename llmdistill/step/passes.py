@@ -103,7 +103,7 @@ class HookSums:
     def rows(self, values: Tensor) -> Tensor:
         """Return the values (..., K) of a call of a module as rows (N, K), those that count.
 
-        Rows that are not the batch's tokens count all, as those of relative positions do.
+        Rows that are not the batch's tokens all count, such as those of relative positions.
 
         Raises:
             UserError: there is padding, and nothing says which of the rows it is.
@@ -220,8 +220,8 @@ def run_passes(
         model: the model, whose mode stays as it is.
         batches: the batches of this rank, on any device; each rank needs at least one.
         sums: counts the real tokens.
-        step: what is done with a batch on the model's device, such as a forward and a backward pass.
-        passes: how many.
+        step: the work on a batch, which is on the model's device, such as a forward and a backward pass.
+        passes: the number of passes, and their report.
     """
     batches, training = list(batches), model.training
     model.eval()
@@ -230,6 +230,7 @@ def run_passes(
         with Activity(passes.what, total, "batches", done=passes.done) as activity:
             for number in range(passes.done, total):
                 moved = batches[number % len(batches)].to(model.device)
+                # A batch that is repeated for the sake of the other ranks counts nothing.
                 sums.count((moved.attention_mask != 0) & (number < len(batches)))
                 step(moved)
                 sums.finish()
