@@ -21,7 +21,7 @@ from llmdistill.config import command_line
 from llmdistill.config.help import COMBINATIONS, find_help_topic
 from llmdistill.errors import UserError
 from llmdistill.files import check_writable
-from llmdistill.messages import print_result
+from llmdistill.messages import print_result, set_level
 from llmdistill.methods import METHODS
 from llmdistill.runtime.launch import launched_ranks, launched_ranks_of_node, local_ranks, split_launcher_flags
 from llmdistill.runtime.terminal import command_block
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     script, *typed = sys.argv
     with command_block() as ending:
+        set_level()
         run(typed, script=script) if arguments is None else run(arguments)
     return ending.code
 

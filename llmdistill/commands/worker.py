@@ -18,7 +18,7 @@ from llmdistill.config.command_line import build
 from llmdistill.config.generation import ResponseConfig
 from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.errors import UserError
-from llmdistill.messages import print_result
+from llmdistill.messages import print_result, set_level
 from llmdistill.methods import METHODS
 from llmdistill.runtime.terminal import command_block, quiet_transformers
 
@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do the work of a file and return the exit code of the command that does the same."""
     (file,) = sys.argv[1:] if arguments is None else arguments
     with command_block() as ending:
+        set_level()
         given = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         if given["work"] not in WORK:
             raise UserError(f"{file}: there is no work {given['work']!r} (there are {', '.join(WORK)})")

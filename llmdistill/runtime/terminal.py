@@ -51,7 +51,6 @@ def command_block() -> Iterator[Ending]:
         with exit_on_closed_pipe(), signals.handling(), Activity("Working"):
             launched_ranks()  # sets the variables of a rank in a task of srun, before the command reads them
             try:
-                set_level()
                 has_begun = True
                 yield ending
             except BrokenPipeError:
@@ -71,6 +70,7 @@ def command_block() -> Iterator[Ending]:
 def exit_code(job: Callable[[], None]) -> int:
     """Run a job in `command_block` and return its exit code."""
     with command_block() as ending:
+        set_level()  # within the block, which reports a wrong level
         job()
     return ending.code
 
