@@ -111,6 +111,13 @@ class _Models(NamedTuple):
     sizes: dict[str, Any]
 
 
+class _Learning(NamedTuple):
+    """What the run of a plan learns from its batches, and by which terms."""
+
+    method: Method
+    objective: Objective
+
+
 class _Tokens(NamedTuple):
     """The tokens that the models of a plan read."""
 
@@ -145,9 +152,10 @@ def make_plan(
     entry = METHODS[config.method]
     task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
     models = _plan_models(config, task, dtype, before, pending)
-    method, objective = _plan_method(config, task, models)
+    learning = _plan_method(config, task, models)
+    method = learning.method
     teachers = models.teachers if method.needs_teacher else {"": models.teachers[""]}
-    tokens = _plan_tokens(config, task, models._replace(teachers=teachers), method, objective, before, pending)
+    tokens = _plan_tokens(config, task, models._replace(teachers=teachers), learning, before, pending)
     config = with_prompt(config) if before is None else _set_prompt(config, before.config.data.prompt)
 
     causal = is_causal(models.student)
@@ -170,7 +178,7 @@ def make_plan(
             teacher_path=teachers[""].path,
             tokenizer_path=tokens.tokenizer,
             causal=causal,
-            objective=objective,
+            objective=learning.objective,
             sizes=models.sizes,
             dtype=TORCH_DTYPES[dtype],
             student_head=student_head,
@@ -210,7 +218,7 @@ def _plan_models(config: RunConfig, task: Task, dtype: str, before: Plan | None,
     return _Models(teachers, teacher, student, {**sizes, **saved})
 
 
-def _plan_method(config: RunConfig, task: Task, models: _Models) -> tuple[Method, Objective]:
+def _plan_method(config: RunConfig, task: Task, models: _Models) -> _Learning:
     """Build the method for both models, and say what the run learns from its batches."""
     names = config.methods()
     objective = task.objective(models.teacher, uses_output=any(METHODS[name].uses_output for name in names))
@@ -222,22 +230,21 @@ def _plan_method(config: RunConfig, task: Task, models: _Models) -> tuple[Method
     learns_labels = task.head is not None and HEADS[task.head].learns_labels
     if learns_labels and not {"labels", "sequences"} & set(method.positions.values()):
         method = build_method([*names, "sft"], *given)  # else no term would train the head of the task
-    return method, objective
+    return _Learning(method, objective)
 
 
 def _plan_tokens(
     config: RunConfig,
     task: Task,
     models: _Models,
-    method: Method,
-    objective: Objective,
+    learning: _Learning,
     before: Plan | None,
     pending: Pending,
 ) -> _Tokens:
     """Compare the tokenizers of the models, as far as they exist."""
     vocabulary, translates, notes, gaps = None, False, list[str](), list[str]()
     teacher, student = config.teacher.model, config.student.model
-    if method.needs_teacher and teacher and student and not {teacher, student} & pending.keys():
+    if learning.method.needs_teacher and teacher and student and not {teacher, student} & pending.keys():
         has_own = task.translates and is_causal(models.student) and brings_tokenizer(locate(student))
         tokenizers = [load_tokenizer(locate(each)) for each in (teacher, student)] if has_own else []
         differ = has_own and tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
@@ -245,7 +252,7 @@ def _plan_tokens(
         if differ and all(METHODS[name].other_tokens for name in names if METHODS[name].needs_teacher):
             translates = True
             notes.append("teacher and student have different tokenizers: the text that both read is compared")
-        elif objective.tokens:
+        elif learning.objective.tokens:
             vocabulary, note = compare_vocabularies(locate(teacher), locate(student))
             notes += [] if note is None else [note]
         else:

@@ -35,6 +35,15 @@ def test_command_line_wins_over_recipe_wherever_it_stands(tmp_path):
     assert usual["zero_optimization"]["stage"] == 2
 
 
+def test_settings_in_python_take_keys_of_mappings():
+    ranks = {"student.factorize.ranks.layers.*": 3, "student.factorize.ranks.*": 4}
+    others = {"teacher.others.b.model": "b", "teacher.others.b.weight": 2.0}
+    config = command_line.config_of({"data.tests.a": "a.jsonl", **ranks, **others}, {}, METHODS)
+    assert config.data.tests == {"a": "a.jsonl"}
+    assert config.student.factorize.ranks == {"layers.*": 3, "*": 4}
+    assert (config.teacher.others["b"].model, config.teacher.others["b"].weight) == ("b", 2.0)
+
+
 @pytest.mark.parametrize(("words", "recipe"), [
     ([], "quickstart"),
     (["--train.steps", "50", "--student.model", "some/where", "--data.tests", "{}"], "quickstart"),
