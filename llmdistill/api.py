@@ -377,7 +377,9 @@ def evaluate(
         answering = Limits.of(limited, [own])
         encode_sets(examples, own, generation, answering)
     size, length, window = generation.batch_size, limits.get("max_length", limited.max_length), generation.window
-    read = {name: WholeText(text).read() for name, text in texts.items()}  # what is missing is told before the loading
+    read = {
+        name: WholeText(text).read() for name, text in texts.items()
+    }  # a missing file is an error before anything is loaded
     windows_of_text = WindowSizes(window or length, generation.stride, generation.limit, shorten=window is None)
     scores = {}
     with evaluation_mode(model, head="lm_head") as loaded, World.alone().entered():

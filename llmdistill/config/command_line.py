@@ -124,7 +124,7 @@ def parse_run(
     below: dict[str, Any] = {}
     words: list[str] = []
     # Write one command line for jsonargparse, where a later word wins: before each layer come the defaults of the
-    # settings that it takes back.
+    # settings that it resets.
     for layer, layer_words in (*layers, (typed, rest)):
         back = overrides.find_replaced(layer, below, settings)
         words += [*overrides.flags(back), *layer_words]

@@ -75,7 +75,7 @@ def replaced_by(key: str, *values: Any) -> dict[Any, Any]:
 
 
 def settings_of(config: type[Any], prefix: str = "") -> dict[str, Field[Any]]:
-    """Return every field by its dotted key, in their order, each section before what is in it."""
+    """Return every field by its dotted key, in their order, each section before its own fields."""
     by_key, kinds = dict[str, Field[Any]](), get_type_hints(config)
     for field in fields(config):
         key, kind = f"{prefix}{field.name}", kinds[field.name]

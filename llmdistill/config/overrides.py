@@ -1,4 +1,4 @@
-"""Settings that a later layer takes back from the recipes below it: rivals of its own settings, or contradictions.
+"""Settings that a later layer resets in the recipes below it: rivals of its own settings, or contradictions.
 
 The settings of a run come in layers: a recipe, the recipes that extend it, the command line. Where two settings exclude
 each other, the later layer decides alone, so that `--student.factorize.rank 30` also works on a recipe with
@@ -25,12 +25,12 @@ _CALIBRATION_DATA = "student.factorize.calibration.data"
 def find_replaced(
     layer: Mapping[str, Any], below: Mapping[str, Any], settings: Mapping[str, Field[Any]]
 ) -> dict[str, Any]:
-    """Return the settings that a layer takes back of the layers below it, by dotted key, with their defaults.
+    """Return the settings that a layer resets in the layers below it, by dotted key, with their defaults.
 
     Args:
-        layer: the settings of the layer, by dotted key; none of them is taken back.
-        below: the settings of the layers below it. A setting of the layer that only repeats its value there takes
-            nothing back, and only settings that these layers have are taken back.
+        layer: the settings of the layer, by dotted key; none of them is reset.
+        below: the settings of the layers below it. A setting of the layer that only repeats its value there resets
+            nothing, and only settings that these layers have are reset.
         settings: the field of every setting, whose marks say what it replaces (see `marks.replaces`).
     """
     back: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""A teacher behind a server that speaks OpenAI's protocol: sequences are asked about over HTTP, ahead of their step.
+"""A teacher behind a server that speaks OpenAI's protocol: requests go out over HTTP, ahead of their step.
 
-A completion of one token is asked for each sequence, with `prompt_logprobs`, which vLLM adds to the protocol: the most
-likely tokens in the place of each token of the prompt.
+Each request completes a sequence by one token with `prompt_logprobs`, which vLLM adds to the protocol: the most likely
+tokens in the place of each token of the prompt.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class TeacherServer:
     """A server with one model, as its client sees it. Its methods may be called in any thread."""
 
     def __init__(self, url: str, model: str, *, k: int, vocabulary: int, wait: float) -> None:
-        """Nothing is asked yet.
+        """Send nothing yet.
 
         Args:
             url: where the protocol's paths begin, with or without /v1.
             model: the name under which the server has the model.
-            k: the number of most likely tokens that are asked for.
+            k: the number of most likely tokens to request.
             vocabulary: the number of the model's tokens.
             wait: the seconds without any answer after which the server is lost.
         """
@@ -68,7 +68,7 @@ class TeacherServer:
 
         Raises:
             ServerLost: the server has not answered for too long.
-            UserError: it refuses a sequence, or gives something else than is asked for.
+            UserError: it refuses a sequence, or does not give the tokens that were requested.
         """
         return [each.result() for each in [self.ask(ids) for ids in token_ids]]
 
@@ -119,7 +119,7 @@ class RemoteTeacher(AsyncTeacher):
     """Gives the outputs that the live teacher would give, as far as the k most likely tokens say them."""
 
     def __init__(self, server: TeacherServer, *, device: torch.device) -> None:
-        """`training.checks` has found that such a server gives what is needed."""
+        """`ServerSource.check_there` has made sure that the server gives what is needed."""
         self._server, self._device = server, device
 
     def request(self, batch: Batch) -> Batch:

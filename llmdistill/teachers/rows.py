@@ -92,7 +92,7 @@ def to_rows(
     Args:
         outputs: what `TappedModel.compute_targets` returned for the batch.
         batch: with `label_rows`, on any device, where the rows are too.
-        request: what is kept.
+        request: the outputs to store.
         top_k: number of most likely tokens to keep; None keeps hidden states.
         vocabulary: the first tokens, which are compared; None compares all.
     """
@@ -166,7 +166,7 @@ def to_outputs(
     Args:
         read: returns the rows of the batch's examples of the tensor with this name, on the batch's device.
         batch: with `label_rows`.
-        request: what is needed of the teacher.
+        request: the outputs that the method needs.
         top_k: the number of most likely tokens in the cache; None if it has hidden states.
         head: weight and bias of the LM head, for hidden states.
         scaling: `Taps.scaling`.

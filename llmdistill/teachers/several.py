@@ -1,4 +1,4 @@
-"""Several teachers as one: all of them are asked, or each for the rows that ask for it."""
+"""Several teachers as one: all of them teach every row, or each row names its own."""
 
 from __future__ import annotations
 

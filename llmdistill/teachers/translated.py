@@ -58,7 +58,7 @@ class Translation:
             prompts: the teacher's tokens of each prompt, and of what stands between the answers of a conversation, by
                 the ids that `parts_before` gives the student's; None if sequences are plain text, which the teacher
                 reads as it is.
-            longest: the most tokens that the teacher reads; what is beyond is not compared.
+            longest: the most tokens that the teacher reads; later ones are not compared.
 
         Raises:
             UserError: the tokens of one of them are no pieces of a text.
@@ -147,7 +147,7 @@ class Translation:
         """
         if self._prompts is None:
             return [(0, 0, len(ids), self._starts)]
-        # The labels begin and end at these places in turn.
+        # At these places labels begin and end, alternately.
         places = np.flatnonzero(np.diff(labeled, prepend=False, append=False)).tolist()
         begins: list[tuple[int, int, Sequence[int]]] = []
         for stop, begin in zip([0, *places[1::2]], places[::2] or [len(ids)], strict=False):
@@ -286,7 +286,7 @@ def describe_shares(others: OtherTokens) -> str:
 
 
 def make_translation(plan: TeacherPlan, data: TaughtData) -> Translation:
-    """Return what turns the batches of a run into those of its teacher with another tokenizer."""
+    """Return the translation from the batches of a run to those of its teacher with another tokenizer."""
     longest = max_positions(plan.models.teacher, sys.maxsize)
     return Translation(data.tokenizer, data.teacher_tokenizer(), prompts=data.teacher_prompts(), longest=longest)
 

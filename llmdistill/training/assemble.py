@@ -160,7 +160,7 @@ def prepare_loader(
 ) -> Loader:
     """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them.
 
-    A teacher that answers later is asked about each batch as soon as it is made.
+    A teacher that answers later gets each batch as soon as it is made.
     """
     world = World.current()
     config = plan.config

@@ -138,7 +138,7 @@ def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
 
 
 def engine_of(plan: Plan, settings: CacheConfig) -> EngineName:
-    """Return what runs the teacher: "auto" is vLLM if it can, else "hf"; UserError if vLLM is asked for and cannot."""
+    """Return what runs the teacher: "auto" is vLLM if it can, else "hf"; UserError if vLLM is named and cannot."""
     world = World.current()
     obstacle = vllm_obstacle(plan)
     if settings.stored_top_k is None:

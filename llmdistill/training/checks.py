@@ -53,7 +53,7 @@ def can_cache(plan: Plan) -> bool:
 
 
 def check_top_k(settings: CacheConfig, compared_tokens: int) -> None:
-    """Raise a UserError if a cache is asked to keep as many tokens as there are."""
+    """Raise a UserError if the settings of a cache keep as many tokens as there are."""
     if settings.stored_top_k is not None and settings.stored_top_k >= compared_tokens:
         raise UserError(
             f"--cache.top_k is {settings.top_k}, but teacher and student share {compared_tokens} tokens: give "
@@ -117,7 +117,7 @@ class DiskNeed:
 
 def check_disk(plan: Plan) -> None:
     """Raise a UserError if the disk has no room for what a run will still write; rank 0 only."""
-    if (plan.folder / "student").is_dir():  # what is left to write are scores and reports
+    if (plan.folder / "student").is_dir():  # only scores and reports are still to be written
         return
     need, there = DiskNeed.of(plan), nearest_folder(plan.folder)
     # An earlier start of the run may have written some of it.

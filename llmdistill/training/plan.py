@@ -196,7 +196,7 @@ def make_plan(
     folder = tokens.tokenizer
     is_there = before is None and folder.is_dir() and not {str(folder), student, teacher} & pending.keys()
     if is_there and any(folder.glob("*.safetensors")) and not brings_tokenizer(folder):
-        load_tokenizer(folder)  # says what is missing; a folder with a config alone is one to plan with
+        load_tokenizer(folder)  # names the missing file; a folder with nothing but a config is for planning
     return plan
 
 

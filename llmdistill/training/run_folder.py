@@ -40,7 +40,7 @@ _FREE_BLOCKS = (
     *("tensorboard", "wandb", "comet", "csv_monitor", "steps_per_print", "wall_clock_breakdown", "memory_breakdown"),
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "dump_state"),
 )
-"""Keys of a DeepSpeed configuration that cannot change the student: how its state is laid out and what is printed. The
+"""Keys of a DeepSpeed configuration that cannot change the student: the layout of its state, and what it prints. The
 sizes of the batches are those of the run's settings."""
 _IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Parameters of the optimizer that choose its implementation, not what it computes."""

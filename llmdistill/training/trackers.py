@@ -35,7 +35,7 @@ _LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"
 
 
 def check_libraries(config: RunConfig, ds_config: Mapping[str, Any]) -> None:
-    """Raise a UserError if the library of a monitor is missing, or W&B is asked for in two places."""
+    """Raise a UserError if the library of a monitor is missing, or two settings name W&B."""
     named = config.train.report_to or []
     enabled = [name for name in _LIBRARIES if ds_config.get(name, {}).get("enabled")]
     if "wandb" in named and "wandb" in enabled:

@@ -22,7 +22,7 @@ _LEAST = 0.1
 LOWEST = "lowest_loss"
 """Key in a row of the log whose loss has diverged: the lowest loss of a step before it."""
 _FEWEST = 20
-"""Steps before anything is said: the first losses differ much."""
+"""Steps before the first warning: the first losses differ much."""
 _MOST_SPIKES = 5
 """Spikes that are named; a run with more of them has one cause."""
 
