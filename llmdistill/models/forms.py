@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.models.adapters import Adapters
+from llmdistill.models.adapters import Adapters, cast_parameters
 from llmdistill.models.quantized import FewBits
 from llmdistill.models.student_form import SavedSize, StudentForm
 from llmdistill.plugins import load_plugins
@@ -75,15 +75,21 @@ def learns_by_a_form(student: StudentConfig) -> bool:
 
 
 def saved_size(
-    params: int, element_bytes: int, student: StudentConfig, build: Callable[[], PreTrainedModel]
+    params: int, dtype: torch.dtype, student: StudentConfig, build: Callable[[], PreTrainedModel]
 ) -> SavedSize:
     """Return the size of a saved student with its forms, from its number of parameters without them.
 
-    `build` makes the student on the meta device, with its factors, in the dtype that it is saved in.
+    `build` makes the student on the meta device, with its factors; it is counted in the dtype that it is saved in.
     """
-    size = SavedSize(params=params, bytes=params * element_bytes)
+
+    def build_as_saved() -> PreTrainedModel:
+        model = build()
+        cast_parameters(model, dtype)
+        return model
+
+    size = SavedSize(params=params, bytes=params * dtype.itemsize)
     for form, settings in chosen_forms(student):
-        size = form.saved_size(size, settings, build)
+        size = form.saved_size(size, settings, build_as_saved)
     return size
 
 

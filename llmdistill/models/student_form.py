@@ -75,7 +75,10 @@ class StudentForm:
         """Give a student the form in which it learns, in place; also on the meta device, where plans count memory."""
 
     def saved_size(self, size: SavedSize, settings: Any, build: Callable[[], PreTrainedModel]) -> SavedSize:
-        """Return the size of a saved student with the form, from that without it; `build` is that of `check`."""
+        """Return the size of a saved student with the form, from that without it.
+
+        `build` is that of `check`, in the dtype that the student is saved in.
+        """
         return size
 
     def finish(self, model: PreTrainedModel, settings: Any, state: Mapping[str, Tensor]) -> None:

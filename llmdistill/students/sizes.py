@@ -15,14 +15,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import FactorForm, StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.models.adapters import cast_parameters
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name
 from llmdistill.models.load import build_meta
@@ -69,7 +67,7 @@ def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd")
     return replace(embedding, sizes=_ranks(model, settings) if method == "svd" else _shapes(model, settings))
 
 
-def build_planned(config: PreTrainedConfig, settings: StudentConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build_planned(config: PreTrainedConfig, settings: StudentConfig) -> PreTrainedModel:
     """Build a run's student on the meta device with its factors, as papers count its parameters.
 
     `config` is that of the student if it is given or has a shape, else that of the teacher. Raises UserError as `plan`.
@@ -79,7 +77,6 @@ def build_planned(config: PreTrainedConfig, settings: StudentConfig, dtype: torc
     if planned is not None:
         install(student, planned)
         student.config.quantization_config = FactorizedConfig.of(planned)
-    cast_parameters(student, dtype)
     return student
 
 

@@ -29,7 +29,7 @@ def check_plan(plan: Plan) -> None:
     """Raise a UserError if the settings of a run do not fit its models, data or method, or each other."""
     check_conditions(plan)
     for form, settings in chosen_forms(plan.config.student):
-        form.check(settings, partial(build_planned, plan.models.student, plan.config.student, plan.models.dtype))
+        form.check(settings, partial(build_planned, plan.models.student, plan.config.student))
     if plan.source is not None:
         plan.source.settings_of(plan.config.teacher)
         plan.source.check_plan(plan)

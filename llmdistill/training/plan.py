@@ -213,7 +213,7 @@ def _plan_models(config: RunConfig, task: Task, dtype: str, before: Plan | None,
     else:
         teacher = model_config(task, "teacher.model", config.teacher.model, pending)
     student, sizes = student_of(config.student, task, teacher, pending)
-    as_planned = partial(build_planned, student, config.student, TORCH_DTYPES[dtype])
+    as_planned = partial(build_planned, student, config.student)
     saved = saved_sizes(sizes["student_params"], config.student, TORCH_DTYPES[dtype], as_planned)
     return _Models(teachers, teacher, student, {**sizes, **saved})
 

@@ -121,7 +121,7 @@ def saved_sizes(
     params: int, settings: StudentConfig, dtype: torch.dtype, build: Callable[[], PreTrainedModel]
 ) -> dict[str, int]:
     """Return the sizes of a student as it is saved, with its forms; see `models.forms.saved_size`."""
-    size = saved_size(params, dtype.itemsize, settings, build)
+    size = saved_size(params, dtype, settings, build)
     return {"saved_params": size.params, "saved_bytes": size.bytes}
 
 

@@ -15,7 +15,7 @@ import llmdistill
 from llmdistill.config.student import QuantizeConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.models.forms import saved_size
-from llmdistill.models.load import load_model
+from llmdistill.models.load import build_meta, load_model
 from llmdistill.models.quantized import dequantize, fake_quantize, pack, quantize, quantized_linears, unpack
 from llmdistill.models.student_form import SavedSize
 from llmdistill.runtime.engine import Template, save_student
@@ -109,7 +109,7 @@ def test_a_student_is_loaded_as_it_learned(tmp_path, kind, factors, bits):
     loaded = load_model(tmp_path / "student", dtype="auto", head="saved")
     assert torch.equal(outputs(loaded), expected)
     params, weights = count_parameters(model), load_file(tmp_path / "student" / "model.safetensors").values()
-    size = saved_size(params, 4, StudentConfig(quantize=BITS[bits]), lambda: model)
+    size = saved_size(params, torch.float32, StudentConfig(quantize=BITS[bits]), lambda: model)
     indices = sum(each.nbytes for each in weights if each.dtype == torch.int64)  # of pivots, which are no parameters
     assert size == SavedSize(params=params, bytes=sum(each.nbytes for each in weights) - indices)
     assert count_parameters(loaded) == count_parameters(model)
@@ -122,6 +122,18 @@ def test_a_student_is_loaded_as_it_learned(tmp_path, kind, factors, bits):
     dequantize(loaded)
     assert not hasattr(loaded.config, "quantization_config")
     assert torch.allclose(outputs(loaded), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [INT8, INT4])
+def test_a_saved_student_in_bf16_has_the_planned_size(tmp_path, settings):
+    model = model_of().bfloat16()
+    params = count_parameters(model)
+    size = saved_size(
+        params, torch.bfloat16, StudentConfig(quantize=settings), lambda: build_meta(model.config, "lm_head")
+    )
+    quantize(model, settings)
+    model.save_pretrained(tmp_path)
+    assert size.bytes == sum(each.nbytes for each in load_file(tmp_path / "model.safetensors").values()) < 2 * params
 
 
 def test_two_int4_weights_are_in_a_byte_of_the_file(tmp_path):
