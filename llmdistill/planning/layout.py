@@ -214,7 +214,18 @@ class Layout:
         if self.teacher is not None:
             for name, size in self.resident_teacher.items():
                 always[name] = always.get(name, 0) + size
-        phases = [{**moment.live, "gradients": self._count_gradients(moment.gradients)} for moment in moments]
+        phases = []
+        for moment in moments:
+            if zero.stage >= 2:
+                elements = 0 if zero.offloads_optimizer else self.share
+            else:
+                # With accumulation all gradients exist from the first micro batch on; without, they appear one after
+                # the other.
+                elements = sizes.trained if self.accumulation_steps > 1 else moment.gradients
+            # Stage 2 without accumulation fills its share bucket by bucket during the backward pass.
+            if zero.stage == 2 and self.accumulation_steps == 1:
+                elements = min(elements, moment.gradients)
+            phases.append({**moment.live, "gradients": elements * sizes.element_bytes})
         if not zero.offloads_optimizer:  # the step holds the gradients of the rank's share, and temporary tensors
             at_once = min(self.share, zero.sub_group) if zero.stage == 3 else self.share
             step = at_once * (_GRADIENT + (0 if zero.fused else _TEMPORARY))
@@ -225,19 +236,6 @@ class Layout:
     def reserved(self, parts: Mapping[str, float]) -> dict[str, float]:
         """Return the bytes by part with those that the GPU and its allocator reserve."""
         return {**parts, "allocator": self.machine.reserved_bytes + self.machine.fragmentation * sum(parts.values())}
-
-    def _count_gradients(self, complete: int) -> float:
-        """Return the bytes of the gradients once those of so many elements of a micro batch are complete."""
-        if self.zero.stage >= 2:
-            elements = 0 if self.zero.offloads_optimizer else self.share
-        else:
-            # With accumulation all gradients exist from the first micro batch on; without, they appear one after the
-            # other.
-            elements = self.sizes.trained if self.accumulation_steps > 1 else complete
-        # Stage 2 without accumulation fills its share bucket by bucket during the backward pass.
-        if self.zero.stage == 2 and self.accumulation_steps == 1:
-            elements = min(elements, complete)
-        return elements * self.sizes.element_bytes
 
     @property
     def wire_bytes(self) -> float:
