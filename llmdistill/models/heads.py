@@ -174,7 +174,8 @@ HEADS: dict[HeadName, Head] = {
     "span": Head(
         auto_class="AutoModelForQuestionAnswering",
         decoder_class="AutoModelForQuestionAnswering",
-        endings=("ForQuestionAnswering",),
+        # XLM, Flaubert and XLNet have a beam search under the plain name.
+        endings=("ForQuestionAnswering", "ForQuestionAnsweringSimple"),
         title="head for spans",
         missing="a head for spans (start and end of an answer)",
         pipeline_tag="question-answering",

@@ -11,6 +11,7 @@ import torch
 from entities_task import NAMES, TAGS, WORDS, Entities, EntityData
 from torch.nn import functional
 from transformers import BertForTokenClassification
+from transformers.models.auto import modeling_auto
 from word_models import save_bert, save_tokenizer
 
 import llmdistill
@@ -19,6 +20,7 @@ from llmdistill.config import DataConfig, RunConfig, TaskConfig
 from llmdistill.data.sampler import Share
 from llmdistill.methods import build_method
 from llmdistill.methods.kd import KdConfig
+from llmdistill.models.heads import HEADS, find_head
 from llmdistill.models.load import load_model
 from llmdistill.objective import Objective
 from llmdistill.step.tap_models import tap_student, tap_teacher
@@ -57,6 +59,17 @@ def plain_loss(teacher, student, batch: Batch) -> torch.Tensor:
     logits = student(**inputs).logits[is_word]
     divergence = (log_p.exp() * (log_p - logits.log_softmax(-1))).sum(-1).mean()
     return 0.5 * divergence + 0.5 * functional.cross_entropy(logits, batch.labels[is_word])
+
+
+@pytest.mark.parametrize(("head", "names"), [
+    ("sequence", modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    ("span", modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
+    ("tags", modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+], ids=["sequence", "span", "tags"])  # fmt: skip
+def test_a_head_is_known_by_the_name_of_every_class_that_has_it(head, names):
+    for name in names.values():
+        for one in [name] if isinstance(name, str) else name:
+            assert find_head(type(one, (), {})()) is HEADS[head], one
 
 
 def test_a_step_is_that_of_a_plain_loop(models):
