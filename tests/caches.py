@@ -43,8 +43,8 @@ def losses(plan: Plan, teacher: Any, batches: list[Batch]) -> list[dict[str, Any
     results = []
     for batch in batches:
         with torch.no_grad():
-            taught = teacher.compute_targets(batch, lm_head=plan.method.teacher_positions)
-        learned = tapped.compute_losses(batch, plan.method.bind_terms(taught, batch))
+            targets = teacher.compute_targets(batch, lm_head=plan.method.teacher_positions)
+        learned = tapped.compute_losses(batch, plan.method.bind_terms(targets, batch))
         student.zero_grad()
         learned.total.backward()
         found = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}

@@ -115,9 +115,9 @@ def make_trainer(setting: Setting, taught_by: TaughtBy = lambda live, _: live) -
     else:
         deepspeed, train = ds_config_of(setting, world.size)
         engine = build_engine(student, deepspeed, train)
-    taught = taught_by(tap_teacher(method, teacher), method)
+    targets_from = taught_by(tap_teacher(method, teacher), method)
     tapped_student = tap_student(method, engine.module, forward=engine, projectors=projectors)
-    return trainer_of(engine, tapped_student, taught, method, train)
+    return trainer_of(engine, tapped_student, targets_from, method, train)
 
 
 def measure(setting: Setting, taught_by: TaughtBy = lambda live, _: live) -> dict[str, float]:

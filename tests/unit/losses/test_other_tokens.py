@@ -51,7 +51,7 @@ def with_rest(p_NV: np.ndarray, shared: list[int]) -> np.ndarray:
 
 
 def of_pairs(student: HeadInputs, teacher: HeadInputs, temperature: float, kind: str) -> float:
-    rows = [row for row, taught in enumerate(PAIRS) if taught >= 0]
+    rows = [row for row, teacher_row in enumerate(PAIRS) if teacher_row >= 0]
     q = with_rest(probabilities(student, temperature)[rows], SHARED[0])
     p = with_rest(probabilities(teacher, temperature)[[PAIRS[row] for row in rows]], SHARED[1])
 
@@ -72,7 +72,7 @@ def of_spans(student: HeadInputs, teacher: HeadInputs) -> float:
 
 
 def of_starts(student: HeadInputs, teacher: HeadInputs) -> float:
-    rows = [row for row, taught in enumerate(STARTS) if taught >= 0]
+    rows = [row for row, teacher_row in enumerate(STARTS) if teacher_row >= 0]
     q = np.zeros((len(rows), V_TEACHER))  # the shorter one, filled up
     q[:, :V] = probabilities(student)[rows]
     p = probabilities(teacher)[[STARTS[row] for row in rows]]

@@ -56,8 +56,8 @@ def train(family: str, method_name: str, *, backend: str | None, checkpointing: 
     seen = []
     for batch in (make_batch(3, 9), make_batch(2, 7))[:batches]:
         with torch.no_grad():
-            taught = of_teacher.compute_targets(batch, lm_head=method.teacher_positions)
-        losses = of_student.compute_losses(batch, method.bind_terms(taught, batch))
+            targets = of_teacher.compute_targets(batch, lm_head=method.teacher_positions)
+        losses = of_student.compute_losses(batch, method.bind_terms(targets, batch))
         student.zero_grad()
         losses.total.backward()
         gradients = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}

@@ -68,15 +68,17 @@ def both_ways(method, student, teacher, batch):
     of_teacher = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
     of_student = TappedModel(student, Recorder(student, method.student_taps))
     with torch.no_grad():
-        whole, taught = of_teacher(batch), of_teacher.compute_targets(batch, lm_head=method.teacher_positions)
+        whole, teacher_targets = of_teacher(batch), of_teacher.compute_targets(batch, lm_head=method.teacher_positions)
     losses = terms_of(method, of_student(batch), whole, batch)
     total = torch.stack([method.weights[name] * each.sum / 7 for name, each in losses.items()]).sum()
     plain = SimpleNamespace(losses=losses, total=total, gradients=gradients_of(total, student))
     recorded, pop_taps = [], of_student._recorder.pop_taps
     of_student._recorder.pop_taps = lambda: recorded.append(pop_taps())
-    learned = of_student.compute_losses(batch, method.bind_terms(taught, batch, DIVISORS))
+    learned = of_student.compute_losses(batch, method.bind_terms(teacher_targets, batch, DIVISORS))
     assert not any(each.sum.requires_grad for each in learned.terms.values())
-    running = SimpleNamespace(losses=dict(learned.terms), total=learned.total, recorded=recorded, taught=taught)
+    running = SimpleNamespace(
+        losses=dict(learned.terms), total=learned.total, recorded=recorded, teacher_targets=teacher_targets
+    )
     running.gradients = gradients_of(learned.total, student)
     for each in (of_teacher, of_student):
         each.remove()
@@ -110,7 +112,7 @@ def test_losses_and_gradients_are_those_of_whole_taps_and_logits(names, family, 
     batch = replace(make_batch(family), has_sampled_labels=" " in names)
     ways = both_ways(method_of(names, family, settings), make(family, 1), make(family, 0), batch)
     compare(ways)
-    for taps in (*ways.running.recorded, ways.running.taught.taps):
+    for taps in (*ways.running.recorded, ways.running.teacher_targets.taps):
         kept = {name: tensors for name, tensors in vars(taps).items() if tensors and name not in ("scaling", "mask")}
         assert not any(kept.pop("projected", {}).values())
         assert not kept, "something is kept that no term needs any more"
@@ -142,8 +144,8 @@ def test_projectors_under_checkpointing_learn_the_same():
         projectors = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in method.projections.items()})
         tapped = TappedModel(student, Recorder(student, method.student_taps, projectors))
         with torch.no_grad():
-            taught = of_teacher.compute_targets(batch, lm_head=method.teacher_positions)
-        tapped.compute_losses(batch, method.bind_terms(taught, batch, DIVISORS)).total.backward()
+            teacher_targets = of_teacher.compute_targets(batch, lm_head=method.teacher_positions)
+        tapped.compute_losses(batch, method.bind_terms(teacher_targets, batch, DIVISORS)).total.backward()
         gradients.append([p.grad for p in (*student.parameters(), *projectors.parameters()) if p.grad is not None])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-7)
 

@@ -61,11 +61,11 @@ def test_each_row_is_taught_by_the_teacher_it_asks_for(models, arrange):
         .lm_head["labels"]
     )
     numbers = by_item(batch)
-    taught = {number: alone(models[item.teacher], item) for number, item in enumerate(ITEMS)}
-    seen = dict.fromkeys(taught, 0)
+    targets = {number: alone(models[item.teacher], item) for number, item in enumerate(ITEMS)}
+    seen = dict.fromkeys(targets, 0)
     expected = []
     for number in numbers:
-        expected.append(taught[number][seen[number]])
+        expected.append(targets[number][seen[number]])
         seen[number] += 1
     whole = torch.full((len(numbers), expected[0].shape[0]), float("nan"), dtype=torch.float64)
     for head, places in zip(found.heads, found.places, strict=True):

@@ -43,7 +43,7 @@ def batch_of(pairs=PAIRS) -> Batch:
     return collate([encoded(*pair) for pair in pairs], STUDENT.pad_token_id).with_label_rows(shift=True)
 
 
-def texts_of_spans(batch: Batch, taught: Batch, others: OtherTokens, teacher) -> list[tuple[bytes, bytes]]:
+def texts_of_spans(batch: Batch, teacher_batch: Batch, others: OtherTokens, teacher) -> list[tuple[bytes, bytes]]:
     """What stands in each pair and in each span, in the student's and in the teacher's tokens; ends as `END`."""
     ours, theirs = TokenBytes(STUDENT), TokenBytes(teacher)
 
@@ -60,15 +60,15 @@ def texts_of_spans(batch: Batch, taught: Batch, others: OtherTokens, teacher) ->
         found.append(
             (text(ours, labels[others.student_spans == span]), text(theirs, others.labels[others.spans == span]))
         )
-    assert torch.equal(others.labels, taught.with_label_rows(shift=True).row_labels(shift=True))
+    assert torch.equal(others.labels, teacher_batch.with_label_rows(shift=True).row_labels(shift=True))
     return found
 
 
 @pytest.mark.parametrize("name", TEACHERS)
 def test_each_span_has_the_same_text_on_both_sides_and_begins_at_its_first_row(name):
     batch, teacher = batch_of(), TEACHERS[name]
-    taught, others = translation(teacher)(batch)
-    found = texts_of_spans(batch, taught, others, teacher)
+    teacher_batch, others = translation(teacher)(batch)
+    found = texts_of_spans(batch, teacher_batch, others, teacher)
     # sentencepiece has a space before the first word of a text.
     assert all(one == other or one == other.removeprefix(b" ") for one, other in found)
     assert b"".join(one for one, _ in found).count(b"END") == len(PAIRS)
@@ -81,7 +81,9 @@ def test_each_span_has_the_same_text_on_both_sides_and_begins_at_its_first_row(n
         rows, theirs = ((each == span).nonzero()[:, 0] for each in (others.student_spans, others.spans))
         assert others.starts[rows].tolist() == [theirs[0], *[-1] * (len(rows) - 1)]
     assert (others.starts[others.student_spans < 0] == -1).all()
-    for ids_T, mask_T, (prompt, answer) in zip(taught.input_ids, taught.attention_mask, PAIRS, strict=True):
+    for ids_T, mask_T, (prompt, answer) in zip(
+        teacher_batch.input_ids, teacher_batch.attention_mask, PAIRS, strict=True
+    ):
         asked_for = teacher(f"You ask: {prompt}")["input_ids"]
         expected = [*asked_for, *TokenBytes(teacher).encode(answer), teacher.eos_token_id]
         assert ids_T[mask_T == 1].tolist() == expected
@@ -108,12 +110,12 @@ def test_of_a_conversation_the_teacher_reads_its_own_chat_template():
         prompts |= dict(zip(parts_before(our), parts_before(their).values(), strict=True))
     assert len(prompts) == 3
     for batch in (collate(ours, 0), collate_packed(ours, 0, max_length=400)):
-        taught, others = Translation(student, teacher, prompts=prompts, longest=300)(batch)
-        assert [ids[: len(their)].tolist() for ids, their in zip(taught.input_ids, theirs, strict=True)] == [
+        teacher_batch, others = Translation(student, teacher, prompts=prompts, longest=300)(batch)
+        assert [ids[: len(their)].tolist() for ids, their in zip(teacher_batch.input_ids, theirs, strict=True)] == [
             their.ids for their in theirs
         ]
         learned = [labels[labels != IGNORE_INDEX].tolist() for labels in collate(theirs, 0).labels]
-        assert [labels[labels != IGNORE_INDEX].tolist() for labels in taught.labels] == learned
+        assert [labels[labels != IGNORE_INDEX].tolist() for labels in teacher_batch.labels] == learned
         assert ((others.pairs >= 0) ^ (others.student_spans >= 0)).all(), "every label of the student is compared"
 
 
@@ -126,8 +128,8 @@ def test_a_cache_knows_examples_by_the_teachers_tokens():
         asked_for = zip(items, PAIRS, strict=True)
         prompts = {sample_id(item.prompt_ids): teacher(prompt)["input_ids"] for item, (prompt, _) in asked_for}
         batch = collate(items, student.pad_token_id).with_label_rows(shift=True)
-        taught, _ = Translation(student, teacher, prompts=prompts, longest=100)(batch)
-        found.append(taught.sample_ids)
+        teacher_batch, _ = Translation(student, teacher, prompts=prompts, longest=100)(batch)
+        found.append(teacher_batch.sample_ids)
         own.append(batch.sample_ids)
     assert found[0] == found[1]
     assert own[0] != own[1]
@@ -143,10 +145,10 @@ def test_plain_text_is_read_whole(starts):
     labels = ids.clone()
     labels[:, 0] = IGNORE_INDEX
     batch = Batch(ids, torch.ones_like(ids), labels).with_label_rows(shift=True)
-    taught, others = translation(teacher, prompts=False)(batch)
+    teacher_batch, others = translation(teacher, prompts=False)(batch)
     theirs = TokenBytes(teacher).encode(text)
-    assert taught.input_ids[0].tolist() == [*([teacher.bos_token_id] if starts else []), *theirs]
-    found = texts_of_spans(batch, taught, others, teacher)
+    assert teacher_batch.input_ids[0].tolist() == [*([teacher.bos_token_id] if starts else []), *theirs]
+    found = texts_of_spans(batch, teacher_batch, others, teacher)
     assert all(one == other for one, other in found)
     first = TokenBytes(teacher).pieces[theirs[0]]
     compared = sum(len(one) for one, _ in found)
@@ -162,8 +164,8 @@ def test_documents_of_a_text_are_compared_behind_each_end_token(name):
     for document in documents:
         ids += [*STUDENT(document, add_special_tokens=False)["input_ids"], STUDENT.eos_token_id]
     batch = collate_text([ids])
-    taught, others = translation(teacher, prompts=False)(batch)
-    found = texts_of_spans(batch, taught, others, teacher)
+    teacher_batch, others = translation(teacher, prompts=False)(batch)
+    found = texts_of_spans(batch, teacher_batch, others, teacher)
     assert all(one == other or one == other.removeprefix(b" ") for one, other in found)
     assert sum(one == b"END" for one, _ in found) == 3
     assert ((others.pairs >= 0) ^ (others.student_spans >= 0)).all(), "all labels"
@@ -178,8 +180,8 @@ def test_padding_on_the_left_changes_nothing():
         torch.stack([row.roll(more) for row, more in zip(each, free, strict=True)])
         for each in (plain.input_ids, plain.attention_mask, plain.labels)
     ]
-    (taught, expected), (again, found) = translate(plain), translate(Batch(*rolled))
-    assert torch.equal(taught.input_ids, again.input_ids)
+    (teacher_batch, expected), (again, found) = translate(plain), translate(Batch(*rolled))
+    assert torch.equal(teacher_batch.input_ids, again.input_ids)
     for name in ("labels", "spans", "pairs", "student_spans", "starts"):
         assert torch.equal(getattr(expected, name), getattr(found, name)), name
 
@@ -189,8 +191,8 @@ def test_an_answer_that_ends_within_a_character_is_compared_up_to_it():
     whole = len(item.response_ids)
     cut = Encoded(item.prompt_ids, item.response_ids[: whole - 3])
     batch = collate([cut], STUDENT.pad_token_id).with_label_rows(shift=True)
-    taught, others = translation(TEACHERS["byte-level"], pairs=[("The cat", "")])(batch)
-    found = texts_of_spans(batch, taught, others, TEACHERS["byte-level"])
+    teacher_batch, others = translation(TEACHERS["byte-level"], pairs=[("The cat", "")])(batch)
+    found = texts_of_spans(batch, teacher_batch, others, TEACHERS["byte-level"])
     assert b"".join(one for one, _ in found).strip() == b"on"
     assert ((others.pairs < 0) & (others.student_spans < 0)).any()
     assert "not" in describe_shares(others)
@@ -198,9 +200,9 @@ def test_an_answer_that_ends_within_a_character_is_compared_up_to_it():
 
 def test_what_the_teacher_cannot_read_is_not_compared():
     batch, longest = batch_of(PAIRS[:1]), 8
-    taught, others = translation(TEACHERS["byte-level"], longest=longest)(batch)
-    assert taught.input_ids.shape[1] == longest
-    found = texts_of_spans(batch, taught, others, TEACHERS["byte-level"])
+    teacher_batch, others = translation(TEACHERS["byte-level"], longest=longest)(batch)
+    assert teacher_batch.input_ids.shape[1] == longest
+    found = texts_of_spans(batch, teacher_batch, others, TEACHERS["byte-level"])
     assert all(one == other for one, other in found)
     assert len(others.labels) < longest
 
@@ -209,9 +211,9 @@ def test_the_first_token_that_the_teacher_reads_is_predicted_by_none():
     item, teacher = encoded("The cat", "sat on the mat"), TEACHERS["byte-level"]
     translate = Translation(STUDENT, teacher, prompts={sample_id(item.prompt_ids): []}, longest=100)
     batch = collate([item], STUDENT.pad_token_id).with_label_rows(shift=True)
-    taught, others = translate(batch)
-    compared = b"".join(one for one, _ in texts_of_spans(batch, taught, others, teacher))
-    first = TokenBytes(teacher).pieces[int(taught.input_ids[0, 0])]
+    teacher_batch, others = translate(batch)
+    compared = b"".join(one for one, _ in texts_of_spans(batch, teacher_batch, others, teacher))
+    first = TokenBytes(teacher).pieces[int(teacher_batch.input_ids[0, 0])]
     assert len(compared) <= len(b"sat on the matEND") - len(first)
 
 
@@ -237,8 +239,8 @@ def test_the_gradient_is_that_of_the_batch_however_it_is_divided(spans):
         models["student"].zero_grad()
         for batch in batches:
             with torch.no_grad():
-                taught = teacher.compute_targets(batch.with_label_rows(shift=True), lm_head=("labels",))
-            student.compute_losses(batch, method.bind_terms(taught, batch, whole.divisors())).total.backward()
+                targets = teacher.compute_targets(batch.with_label_rows(shift=True), lm_head=("labels",))
+            student.compute_losses(batch, method.bind_terms(targets, batch, whole.divisors())).total.backward()
         found.append([parameter.grad.clone() for parameter in models["student"].parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
@@ -259,8 +261,10 @@ def test_a_window_may_begin_within_a_character():
     rest = sum(0x80 <= pieces[index][0] < 0xC0 for index in whole[start:])
     compared = int(((others.pairs >= 0) | (others.student_spans >= 0)).sum())
     assert compared == len(whole) - start - max(rest, 1)
-    taught, others = translation(sentencepiece_like(), prompts=False)(collate_text([whole[start : start + rest]]))
-    assert taught.input_ids.numel() > 0  # the teacher reads a token in any case
+    teacher_batch, others = translation(sentencepiece_like(), prompts=False)(
+        collate_text([whole[start : start + rest]])
+    )
+    assert teacher_batch.input_ids.numel() > 0  # the teacher reads a token in any case
     assert int((others.pairs >= 0).sum()) == 0
 
 
@@ -270,8 +274,8 @@ def test_a_window_may_begin_with_any_character(text):
     ids = STUDENT(text, add_special_tokens=False)["input_ids"]
     assert len(TokenBytes(STUDENT).pieces[ids[0]]) == 1, "the first byte of a character"
     teacher = byte_level(420, end="</end>", start="<begin>")
-    taught, others = translation(teacher, prompts=False)(collate_text([ids]))
-    read = b"".join(TokenBytes(teacher).pieces[index] for index in taught.input_ids[0].tolist())
+    teacher_batch, others = translation(teacher, prompts=False)(collate_text([ids]))
+    read = b"".join(TokenBytes(teacher).pieces[index] for index in teacher_batch.input_ids[0].tolist())
     assert read == text.encode()
     compared = (others.pairs >= 0) | (others.student_spans >= 0)
     assert int(compared.sum()) >= len(ids) - len(text[0].encode())

@@ -175,12 +175,12 @@ def test_the_gradient_of_a_term_is_that_of_its_weighted_mean_alone() -> None:
     assert max(found.values()) > 10 * min(found.values()), "the terms differ, so that mixing them up would be seen"
 
 
-def reference(method, student, learner, taught, batch, name) -> torch.Tensor:
+def reference(method, student, learner, targets, batch, name) -> torch.Tensor:
     """The norm of the gradient with respect to the embeddings."""
     rows: list[torch.Tensor] = []
     embed = student.model.embed_tokens.register_forward_hook(lambda *given: rows.append(given[-1]))
     weights = {each: weight if name == each else 0.0 for each, weight in method.weights.items()}
-    running = replace(method, weights=weights).bind_terms(taught, batch, batch.divisors())
+    running = replace(method, weights=weights).bind_terms(targets, batch, batch.divisors())
     (gradient,) = torch.autograd.grad(learner.compute_losses(batch, running).total, rows)
     embed.remove()
     return gradient.norm()

@@ -79,7 +79,7 @@ def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
     """In fp64, one example at a time, without padding."""
     plan, data = planned()
     (batch, *_) = batches(plan, data)
-    taught = cached(plan, made()).compute_targets(batch, lm_head=["labels"]).lm_head["labels"]
+    targets = cached(plan, made()).compute_targets(batch, lm_head=["labels"]).lm_head["labels"]
     teacher, student = (loaded(plan, role).double() for role in ("teacher", "student"))
     total = 0.0
     for row in range(len(batch.input_ids)):
@@ -90,7 +90,7 @@ def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
             log_p, log_q = (each(ids).logits[0, :-1][learned].log_softmax(-1) for each in (teacher, student))
         total += float(functional.kl_div(log_q, log_p, reduction="sum", log_target=True))
     found = losses(plan, cached(plan, made()), [batch])[0]["forward_kl"] * len(batch.label_rows)
-    assert taught.weight.shape == (plan.models.teacher.vocab_size, 32)
+    assert targets.weight.shape == (plan.models.teacher.vocab_size, 32)
     assert float(found) == pytest.approx(total, rel=1e-5)
 
 
