@@ -188,15 +188,15 @@ def first_parts(student: PreTrainedConfig, teacher: PreTrainedConfig, layers: li
     """
     sizes = shape_of(student)
     features, half = torch.arange(sizes.head_dim), sizes.head_dim // 2
-    turned = features
+    rotated = features
     if has_rotary(student):
-        turned = torch.cat([features[:half], shape_of(teacher).head_dim // 2 + features[:half]])
+        rotated = torch.cat([features[:half], shape_of(teacher).head_dim // 2 + features[:half]])
     depth, groups = sizes.num_layers, sizes.num_kv_heads
     return Parts(
         layers=layers,
         hidden_W=torch.arange(sizes.hidden_size),
         groups_LG=torch.arange(groups).expand(depth, -1),
-        matched_LGD=turned.expand(depth, groups, -1),
+        matched_LGD=rotated.expand(depth, groups, -1),
         values_LGD=features.expand(depth, groups, -1),
         neurons_LF=torch.arange(sizes.intermediate_size).expand(depth, -1),
     )
