@@ -101,13 +101,13 @@ def read_files(key: str, settings: TaskConfig, *, only_scores: bool = False) -> 
     train: list[TargetExample]
     if _is_squad(settings.dir, key):
         files = squad.read_questions(_SQUAD, settings, only_scores=only_scores)
-        train, skipped = [_of_question(question) for question in files.train], files.skipped
-        sets = {"dev": TextSet.of(_of_question(question) for question in files.sets["dev"].questions)}
+        train, skipped = [_example_of(question) for question in files.train], files.skipped
+        sets = {"dev": TextSet.of(_example_of(question) for question in files.sets["dev"].questions)}
     else:
-        has_test = settings.dir is None or _file(settings.dir, key, "test") is not None
+        has_test = settings.dir is None or _find_file(settings.dir, key, "test") is not None
         splits: list[Split] = ["dev", "test"] if has_test else ["dev"]
-        sets = {split: TextSet.of(row.example for row in _read(key, settings.dir, split)) for split in splits}
-        rows = [] if only_scores else _read(key, settings.dir, "train")[: settings.limit]
+        sets = {split: TextSet.of(row.example for row in _read_rows(key, settings.dir, split)) for split in splits}
+        rows = [] if only_scores else _read_rows(key, settings.dir, "train")[: settings.limit]
         train, skipped = [row.example for row in rows if row.fits], [row.place for row in rows if not row.fits]
     if not (train or only_scores):
         raise UserError(f"{_reference(key, settings.dir, 'train')}: no answer is in its context; fix the file")
@@ -118,7 +118,7 @@ def task_paths(folder: str, key: str, *, setting: str) -> list[Path]:
     """Return the files of a task in a folder; raise UserError if there is none of the train or dev split."""
     if _is_squad(folder, key):
         return squad.task_paths(folder, _SQUAD)
-    paths = {split: _file(folder, key, split) for split in _NAMES}
+    paths = {split: _find_file(folder, key, split) for split in _NAMES}
     missing = next((split for split in paths if split != "test" and paths[split] is None), None)
     if missing is not None:
         names = " or ".join(f"{name}.jsonl" for name in _NAMES[missing])
@@ -130,11 +130,11 @@ def _is_squad(folder: str | None, key: str) -> bool:
     """Whether the examples are those of SQuAD 1.1: on the hub, or in a folder with JSON in the official format."""
     if not WRITING_TASKS[key].asks_for_answers:
         return False
-    rows = [] if folder is None else [path for path in _files(folder, key, "train") if path.suffix != ".json"]
+    rows = [] if folder is None else [path for path in _list_files(folder, key, "train") if path.suffix != ".json"]
     return not any(path.is_file() for path in rows)
 
 
-def _of_question(question: QuestionExample) -> TargetExample:
+def _example_of(question: QuestionExample) -> TargetExample:
     return TargetExample(question.context, question.answers[0].text, question.question)
 
 
@@ -147,9 +147,9 @@ class _Row(NamedTuple):
     """Whether its answer, if it needs one, is in the source."""
 
 
-def _read(key: str, folder: str | None, split: Split) -> list[_Row]:
+def _read_rows(key: str, folder: str | None, split: Split) -> list[_Row]:
     reference = _reference(key, folder, split)
-    rows = [_row(WRITING_TASKS[key], row, place) for row, place in open_rows(reference)]
+    rows = [_read_row(WRITING_TASKS[key], row, place) for row, place in open_rows(reference)]
     if not rows:
         raise UserError(f"{reference}: holds no example; give at least one row of source and target")
     return rows
@@ -158,19 +158,19 @@ def _read(key: str, folder: str | None, split: Split) -> list[_Row]:
 def _reference(key: str, folder: str | None, split: Split) -> str:
     if folder is None:
         return f"{WRITING_TASKS[key].hub}:{'validation' if split == 'dev' else split}"
-    return str(_file(folder, key, split))
+    return str(_find_file(folder, key, split))
 
 
-def _file(folder: str, key: str, split: Split) -> Path | None:
-    return next((path for path in _files(folder, key, split) if path.is_file()), None)
+def _find_file(folder: str, key: str, split: Split) -> Path | None:
+    return next((path for path in _list_files(folder, key, split) if path.is_file()), None)
 
 
-def _files(folder: str, key: str, split: Split) -> list[Path]:
+def _list_files(folder: str, key: str, split: Split) -> list[Path]:
     inside = Path(task_folder(folder, key))
     return [inside / f"{name}{ending}" for name in _NAMES[split] for ending in READERS]
 
 
-def _row(task: WritingTask, row: Mapping[str, Any], place: str) -> _Row:
+def _read_row(task: WritingTask, row: Mapping[str, Any], place: str) -> _Row:
     keys = next((pair for pair in _PAIRS if row.keys() >= set(pair)), None)
     if keys is None:
         pairs = ", ".join(" and ".join(pair) for pair in _PAIRS)

@@ -61,7 +61,7 @@ class Xnli(Glue):
 
     @classmethod
     def files_in(cls, folder: str, key: str, *, setting: str) -> list[Path]:
-        return [_train_file(folder), *(_split_file(folder, split) for split in _SPLITS)]
+        return [_find_train_file(folder), *(_find_split_file(folder, split) for split in _SPLITS)]
 
     def read_files(self) -> TaskFiles[PairExample, PairSet]:
         return read_xnli(self.config.data.task, only_scores=self.only_scores)
@@ -78,20 +78,23 @@ def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[P
     """
     folder, train = settings.dir, list[PairExample]()
     if not only_scores:
-        train = _examples(_hub_rows("en", "train") if folder is None else read_benchmark_tsv(_train_file(folder)))
+        if folder is None:
+            train = _read_examples(_read_hub_rows("en", "train"))
+        else:
+            train = _read_examples(read_benchmark_tsv(_find_train_file(folder)))
         if not train:
             raise UserError(f"{folder or _HUB}: holds no example of XNLI; take the official files, whole")
     examples: dict[str, dict[str, list[PairExample]]] = {split: {} for split in _SPLITS}
     for split, by_language in examples.items():
         if folder is None:
             wanted = [language for language in settings.languages or LANGUAGES if language in LANGUAGES]
-            by_language |= {language: _examples(_hub_rows(language, split)) for language in wanted}
+            by_language |= {language: _read_examples(_read_hub_rows(language, split)) for language in wanted}
             continue
-        for row, place in read_benchmark_tsv(_split_file(folder, split)):
+        for row, place in read_benchmark_tsv(_find_split_file(folder, split)):
             if not row.get("language"):
                 raise UserError(f"{place}: has no language, only {', '.join(row)}; take XNLI's own file")
             of_language = by_language.setdefault(row["language"], [])
-            of_language.append(_example(row, place, len(of_language)))
+            of_language.append(_read_example(row, place, len(of_language)))
     dev, test = examples.values()
     there = [language for language in LANGUAGES if language in dev and language in test]
     languages = there if settings.languages is None else settings.languages
@@ -108,11 +111,11 @@ def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[P
     return TaskFiles(train[: settings.limit], sets)
 
 
-def _examples(rows: Rows) -> list[PairExample]:
-    return [_example(row, place, number) for number, (row, place) in enumerate(rows)]
+def _read_examples(rows: Rows) -> list[PairExample]:
+    return [_read_example(row, place, number) for number, (row, place) in enumerate(rows)]
 
 
-def _example(row: Mapping[str, Any], place: str, number: int) -> PairExample:
+def _read_example(row: Mapping[str, Any], place: str, number: int) -> PairExample:
     columns = next((names for names in _COLUMNS if all(row.get(key) is not None for key in names)), None)
     if columns is None:
         raise UserError(f"{place}: expected {', '.join(_COLUMNS[0])}, it has {', '.join(row)}; take the official file")
@@ -124,7 +127,7 @@ def _example(row: Mapping[str, Any], place: str, number: int) -> PairExample:
     return PairExample(first, second, classes.index(label), number)
 
 
-def _train_file(folder: str) -> Path:
+def _find_train_file(folder: str) -> Path:
     paths = [Path(task_folder(folder, task)) / name for task, name in _TRAIN]
     file = next((path for path in paths if path.is_file()), None)
     if file is None:
@@ -135,14 +138,14 @@ def _train_file(folder: str) -> Path:
     return file
 
 
-def _split_file(folder: str, split: str) -> Path:
+def _find_split_file(folder: str, split: str) -> Path:
     path = Path(task_folder(folder, NAME)) / _SPLITS[split]
     if not path.is_file():
         raise UserError(f"{path}: no such file; take XNLI's own download, whole, or none for the hub")
     return path
 
 
-def _hub_rows(language: str, split: str) -> Rows:
+def _read_hub_rows(language: str, split: str) -> Rows:
     rows = benchmark_rows(_HUB, language, split.replace("dev", "validation"), files="the folder of XNLI's own files")
     classes = dict(enumerate(GLUE_TASKS[NAME].classes))
     for row, place in rows:
