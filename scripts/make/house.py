@@ -21,7 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "llmdistill"
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted(
+    path for path in PACKAGE.rglob("*.py") if not path.read_text(encoding="utf-8").startswith('"""The old name of')
+)
 FEATURES = {
     "quantize": r"\bquantize\b|QuantizeConfig|models\.quantized|bits_of|FewBits",
     "on-policy": r"on_policy|own_answers|OwnAnswers",

@@ -1,9 +1,11 @@
 """llmdistill from Python, on tiny random models in memory."""
 
 import copy
+import importlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import datasets
@@ -242,3 +244,16 @@ def test_all_models_of_a_run_are_asked_alike_and_the_student_remembers(folder, t
     assert ("apply_chat_template" if asked == "chat" else "```text\nQ: {instruction}{input}\nA:\n```") in card
     with pytest.raises(UserError, match=r"data\.prompt was .* and is now minillm"):
         llmdistill.distill(teacher, None, ROWS, "kd", **call, prompt="minillm")
+
+
+@pytest.mark.parametrize(("old", "name", "new"), [
+    ("llmdistill.factorize.modules", "LowRankLinear", "llmdistill.students.modules"),
+    ("llmdistill.tasks.glue_files", "GLUE_TASKS", "llmdistill.tasks.glue"),
+    ("llmdistill.models.sentences", "read_sentence_settings", "llmdistill.models.pooling"),
+    ("llmdistill.data.sentences", "read_sentences", "llmdistill.data.pairs"),
+])  # fmt: skip
+def test_old_names_that_pages_and_examples_had_say_the_new_ones(old, name, new):
+    sys.modules.pop(old, None)  # a module warns when it is first imported
+    with pytest.warns(FutureWarning, match=rf"{old} is {new} now"):
+        module = importlib.import_module(old)
+    assert getattr(module, name) is getattr(importlib.import_module(new), name)
