@@ -1,7 +1,8 @@
 """Divergences between the output distributions of teacher T and student S, in fp32 log space.
 
-A new divergence is a function, an entry in DIVERGENCES, and a naive formula in its test. The settings, the methods,
-the fused LM head, comparisons and the table in the docs follow from the entry.
+A new divergence is a function, an entry in DIVERGENCES, and a naive formula in its test. The values that
+`kd.divergence` takes, the methods, the fused LM head, comparisons and the table in the docs follow from the entry. Two
+texts do not: the help of `kd.divergence` and the names that `llmdistill.losses` exports.
 """
 
 from __future__ import annotations
@@ -172,7 +173,12 @@ def skew_reverse_kl_with_derivative(alpha: float) -> Divergence:
 
 @dataclass(frozen=True)
 class DivergenceEntry:
-    """A divergence that a user can choose by its name."""
+    """A divergence that a user can choose by its name.
+
+    With a teacher that gives its k most likely tokens, it compares k + 1 classes: these tokens, and all others
+    together. For an f-divergence (all of ours but `log_ratio`, and Hellinger's) this is a lower bound of the divergence
+    over all tokens; any other one is what its formula gives for these classes.
+    """
 
     formula: str
     """Its formula or name, for the docs."""

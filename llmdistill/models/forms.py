@@ -27,7 +27,8 @@ def chosen_forms(student: StudentConfig) -> list[tuple[StudentForm, Any]]:
     """Return the forms that a student has, each with its settings.
 
     Raises:
-        UserError: student.forms names a form that is not installed, or a setting that it does not have.
+        UserError: student.forms names a form that is not installed, or a setting that it does not have; or two forms
+            change what a saved student consists of.
     """
     further: dict[str, dict[str, Any]] = {}
     for key, value in (student.forms or {}).items():
@@ -42,13 +43,21 @@ def chosen_forms(student: StudentConfig) -> list[tuple[StudentForm, Any]]:
                 f"student.forms.{name} is {value!r}: give its settings, such as student.forms.{name}: {{...}}"
             )
         further[name] = {**further.get(name, {}), **({setting: value} if setting else value or {})}
-    own = [(form, getattr(student, name)) for name, form in OWN.items()]
-    others = [
-        (form, read_settings(form, further[name], key=f"student.forms.{name}"))
-        for name, form in FORMS.items()
-        if name in further
-    ]
-    return [(form, settings) for form, settings in [*own, *others] if form.is_chosen(settings)]
+    chosen: dict[str, tuple[StudentForm, Any]] = {}
+    for name, form in FORMS.items():
+        if name in OWN:
+            key, settings = f"student.{name}", getattr(student, name)
+        elif name in further:
+            key = f"student.forms.{name}"
+            settings = read_settings(form, further[name], key=key)
+        else:
+            continue
+        if form.is_chosen(settings):
+            chosen[key] = form, settings
+    saved = [key for key, (form, _) in chosen.items() if form.key is not None]
+    if len(saved) > 1:  # transformers loads a model by one quantizer, so the tensors can be those of one form
+        raise UserError(f"{' and '.join(saved)} each change how a student is saved and loaded: choose one of them")
+    return list(chosen.values())
 
 
 def read_settings(form: StudentForm, values: Mapping[str, Any], *, key: str) -> Any:

@@ -148,7 +148,7 @@ def _load_weights(
     config = config_with_head(path, head, num_classes)
     form = saved_form(config)
     if form is not None:
-        form.check_package(f"{path}: this model of {form.saved_as(config.quantization_config)} weights")
+        form.check_package(f"{path}: this model with {form.saved_as(config.quantization_config)}")
     if Path(path).is_dir():
         check_sizes(config, Path(path))
         read_generation_settings(Path(path))  # transformers reads them beside the weights

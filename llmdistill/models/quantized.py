@@ -275,7 +275,8 @@ class FewBits(StudentForm):
         return {**given, "weights": to}
 
     def saved_as(self, saved: Any) -> str | None:
-        return _bits_of_saved(saved)
+        bits = _bits_of_saved(saved)
+        return None if bits is None else f"linears in {bits}"
 
     def check_package(self, what: str) -> None:
         check_torchao(what)

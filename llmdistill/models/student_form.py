@@ -35,8 +35,8 @@ class StudentForm:
     """A form that a student has if its settings choose it. Every method may stay as it is here, and then does nothing.
 
     The forms are applied in the order of the table `forms.FORMS`, over the factors (`students.kinds`) or the dense
-    matrices, and a student may have several; pairs that exclude each other are in `training.rules`. What methods get
-    as `settings` are those of the form itself.
+    matrices. A student may have several, of which one has a `key`; pairs that exclude each other are in
+    `training.rules`. What methods get as `settings` are those of the form itself.
     """
 
     settings: ClassVar[type[Any]] = NoSettings
@@ -92,7 +92,9 @@ class StudentForm:
         return given
 
     def saved_as(self, saved: Any) -> str | None:
-        """Return how a model with this quantization_config has the form, such as int4; None if it does not have it."""
+        """Return what the form makes of a model with this quantization_config, such as "linears in int4"; None if the
+        model does not have the form.
+        """
         return None
 
     def check_package(self, what: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmdistill.batch import Batch
+from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.methods import Method
 from llmdistill.models.adapters import cast_parameters
 from llmdistill.models.forms import adapt
@@ -104,7 +104,7 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
     ids = torch.zeros(micro_batch_size, length, dtype=torch.int64)
     labels = ids.clone()
     if not plan.models.causal and data.kind == "text":
-        labels[:, math.ceil(data.text.mask_share * length) :] = -100
+        labels[:, math.ceil(data.text.mask_share * length) :] = IGNORE_INDEX
     targets = plan.models.objective.targets
     packed = data.kind == "instructions" and data.packing
     batch = Batch(

@@ -162,11 +162,10 @@ def write_card(folder: Path, title: str, teacher: TeacherFacts, story: StudentFa
     license_note = (
         "its license is not known here" if license is None else f"its license, {license}, holds for the student too"
     )
-    bits = None if form is None else f"{form.saved_as(config.quantization_config)}, by {form.package}"
     model = {
         "Architecture": ", ".join([(config.architectures or [type(config).__name__])[0], *known]),
         "Factors": factors,
-        "Weights of the layers' linears": bits,
+        "Form": None if form is None else f"{form.saved_as(config.quantization_config)}, by {form.package}",
         "Parameters": f"{params:,}, {params / teacher.params:.0%} of the {teacher.params:,} of {teacher.name}",
         "Made from": f"{teacher.name}{'' if teacher.origin is None else f', {teacher.origin}'}; {license_note}",
     }

@@ -16,7 +16,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config
-from llmdistill.models.forms import exported_forms, read_settings
+from llmdistill.models.forms import exported_forms, read_settings, saved_form
 from llmdistill.models.load import load_model
 from llmdistill.models.student_form import StudentForm
 from llmdistill.report.card import write_export_card
@@ -81,9 +81,11 @@ def export_in_form(
         UserError: a package is missing, the model has the form already or cannot have it, or `out_dir` is not empty.
     """
     form.check_package(f"--to {to}")
-    given = form.saved_as(getattr(load_config(student_dir), "quantization_config", None))
-    if given is not None:
-        raise UserError(f"--to {to}: {student_dir} has {given} weights already; give the model before it")
+    config = load_config(student_dir)
+    present = saved_form(config)
+    if present is not None and (present is form or form.key is not None):  # a saved model has one form with a key
+        given = present.saved_as(config.quantization_config)
+        raise UserError(f"--to {to}: {student_dir} has {given} already; give the model before it")
     with new_proven_folder(out_dir) as folder:
         model = load_model(student_dir, dtype="auto", head="saved")
         exact = first_outputs(model)

@@ -102,7 +102,7 @@ class FactorizedStudent(QuantizationConfig):
         elif experts is not None:
             what = f"it has factorized experts ({experts})"
         elif (form := form_of(factorization)) is not None:
-            what = f"its linears have {form.saved_as(factorization)} weights"
+            what = f"it has {form.saved_as(factorization)}"
         else:
             return cls(factorization)
         raise UserError(

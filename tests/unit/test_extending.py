@@ -19,6 +19,7 @@ from llmdistill.batch import TopK
 from llmdistill.cli import main
 from llmdistill.config import StudentConfig, TeacherConfig
 from llmdistill.config.command_line import parse_run
+from llmdistill.config.student import QuantizeConfig
 from llmdistill.errors import FieldError, UserError
 from llmdistill.losses import DIVERGENCES
 from llmdistill.losses.top_k import softened
@@ -27,6 +28,7 @@ from llmdistill.methods.kd import KdConfig
 from llmdistill.models.families import FAMILIES
 from llmdistill.models.forms import FORMS, chosen_forms
 from llmdistill.models.load import load_model
+from llmdistill.models.student_form import StudentForm
 from llmdistill.step.taps import Recorder
 from llmdistill.tasks import TASKS
 from llmdistill.tasks.glue import GLUE_TASKS
@@ -244,6 +246,21 @@ def test_a_form_of_ones_own_is_planned_saved_scored_and_exported(folder, capfd):
     ):
         with pytest.raises(UserError, match=said):
             chosen_forms(StudentConfig(forms=given))
+
+
+def test_a_student_has_one_form_that_is_saved(monkeypatch):
+    """Its loader reads the tensors of one form."""
+    forms = {name: type(name, (StudentForm,), {"key": key})() for name, key in (("a", "a"), ("b", "b"), ("c", None))}
+    monkeypatch.setattr("llmdistill.models.forms.FORMS", {**FORMS, **forms})
+    quantized = QuantizeConfig(weights="int8")
+    for student, said in (
+        (StudentConfig(forms={"b": {}, "a": {}}), r"student\.forms\.a and student\.forms\.b each change"),
+        (StudentConfig(quantize=quantized, forms={"a": {}}), r"student\.quantize and student\.forms\.a each change"),
+    ):
+        with pytest.raises(UserError, match=said):
+            chosen_forms(student)
+    chosen = chosen_forms(StudentConfig(quantize=quantized, forms={"c": {}}))
+    assert [form for form, _ in chosen] == [FORMS["quantize"], forms["c"]]
 
 
 def test_a_task_of_ones_own_is_an_ordinary_run(script, folder):

@@ -172,7 +172,7 @@ def test_exports_round_any_model_and_make_floats_again(tmp_path, factors):
     assert "This is the student, linears in int4." in card
     assert "pip install torchao" in card if factors == "dense" else 'pip install -e ".[quantize]"' in card
 
-    with pytest.raises(UserError, match=r"--to int8: .*small has int4 weights already"):
+    with pytest.raises(UserError, match=r"--to int8: .*small has linears in int4 already"):
         llmdistill.export(tmp_path / "small", tmp_path / "smaller", to="int8")
     llmdistill.export(tmp_path / "small", tmp_path / "dense", to="dense")
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
