@@ -32,10 +32,10 @@ from llmdistill.models.load import load_model
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.runtime.distributed import World, init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
-from llmdistill.serving.export import export as export_student
+from llmdistill.serving.export import export_student
 from llmdistill.students.convert import compress_in_place, compress_model
 from llmdistill.students.search import needs_search, search
-from llmdistill.students.sizes import check_settings, summarize
+from llmdistill.students.sizes import check_factorization, summarize
 from llmdistill.students.start.weighted import check_calibration_data
 from llmdistill.tasks import is_task
 from llmdistill.tasks.base import LoadedModel
@@ -44,7 +44,7 @@ from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.text import score_masked
 from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
 from llmdistill.training.calibration import measure_weights_on, split_calibration
-from llmdistill.training.inputs import Model, RunInputs, check_models, device_for, evaluation_mode, tokenizer_of
+from llmdistill.training.inputs import Model, RunInputs, check_model_types, device_for, evaluation_mode, tokenizer_of
 from llmdistill.training.plan import make_plans
 from llmdistill.training.provenance import save_compressed
 from llmdistill.training.run_folder import METRICS_FILE
@@ -115,13 +115,13 @@ def compress(
         UserError: a setting does not exist, or does not fit the model or the other settings; the model is already
             factorized; the output folder is not empty.
     """
-    check_models(model=model)
+    check_model_types(model=model)
     settings = _with_dotted({"rank": rank, **settings}, "student.factorize.", "factorize.", "student.", "data.")
     rank, method = settings.pop("rank"), settings.pop("method", method)
     limits = {key: settings.pop(key) for key in LIMITS if key in settings}
     data, of_data = split_calibration(calibration)
     chosen = with_values(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
-    check_settings(chosen, method)
+    check_factorization(chosen, method)
     made_by = StudentConfig(method=method, factorize=chosen)
     check_calibration_data(chosen.weighting, data)
     if limits and data is None:
@@ -166,7 +166,7 @@ def sizes(
     Raises:
         UserError: as in `compress`.
     """
-    check_models(model=model)
+    check_model_types(model=model)
     settings = _with_dotted({"rank": rank, **settings}, "student.factorize.", "factorize.", "student.")
     method = settings.pop("method", method)
     chosen = with_values(FactorizeConfig(), settings, key="")
@@ -207,7 +207,7 @@ def export(
     Raises:
         UserError: the student does not suit, a package is missing, `output` is not empty, or the outputs differ.
     """
-    check_models(student=student)
+    check_model_types(student=student)
     return export_student(student, output, to=to, int8=int8, settings=settings, tokenizer=tokenizer)
 
 
@@ -278,7 +278,7 @@ def distill(
     """
     from llmdistill.studies.distillation import distill_plans  # the other functions need no libraries of training
 
-    check_models(teacher=teacher, student=student)
+    check_model_types(teacher=teacher, student=student)
     given = RunInputs(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
     config = given.make_config({**(settings or {}), "method": method}, keywords, output_dir)
     with guest():
@@ -336,7 +336,7 @@ def evaluate(
     Raises:
         UserError: a setting does not exist, data are empty or malformed, or the model has no classifier for a task.
     """
-    check_models(model=model)
+    check_model_types(model=model)
     settings = _with_dotted(settings, "scoring.", "data.")
     limits = {key: settings.pop(key) for key in LIMITS if key in settings}
     generation = with_values(GenerationConfig(), settings, key="")

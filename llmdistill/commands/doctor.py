@@ -35,7 +35,7 @@ def doctor(arguments: Sequence[str]) -> int:
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.planning.checkup import check_run
     from llmdistill.runtime.devices import choose_accelerator
-    from llmdistill.runtime.environment import check_machine, print_finding
+    from llmdistill.runtime.environment import check_environment, print_finding
     from llmdistill.training.checks import DiskNeed
     from llmdistill.training.plan import make_plans
 
@@ -43,7 +43,7 @@ def doctor(arguments: Sequence[str]) -> int:
     disk_bytes, findings = None, []
     with suppress(UserError):  # check_run below reports the same error as a finding
         disk_bytes = DiskNeed.of(make_plans(config)[-1]).total
-    for finding in chain(check_machine(Path(str(config.output_dir)), disk_bytes), check_run(config)):
+    for finding in chain(check_environment(Path(str(config.output_dir)), disk_bytes), check_run(config)):
         findings.append(finding)
         if not parsed.json:
             print_finding(finding)

@@ -284,7 +284,7 @@ def _spaced_and_stripped(text: str) -> tuple[str, str]:
 def _require_template(example: Example, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     if tokenizer is None or tokenizer.chat_template is None:
         raise UserError(
-            f"{place_of(example)}messages, but the tokenizer has no chat template; "
+            f"{source_prefix(example)}messages, but the tokenizer has no chat template; "
             "give one in tokenizer_config.json or rows of instruction, input, output"
         )
     return tokenizer
@@ -311,7 +311,7 @@ def _render(
     except Exception as error:  # a template can raise anything
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
-            f"{place_of(example)}the tokenizer's chat template refuses the messages ({reason}); change one of them"
+            f"{source_prefix(example)}the tokenizer's chat template refuses the messages ({reason}); change one of them"
         ) from error
 
 
@@ -321,5 +321,5 @@ def _warn_once(text: str) -> None:
         logger.warning("%s", text, extra={"framed": True})
 
 
-def place_of(example: Example) -> str:
+def source_prefix(example: Example) -> str:
     return f"{example.source}: " if example.source else ""

@@ -106,7 +106,7 @@ def collate(items: Sequence[Encoded], pad_token_id: int) -> Batch:
 
 
 def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: int) -> Batch:
-    """Collate the examples into rows of at most max_length, arranged by `pack`: (B, T) with B <= len(items).
+    """Collate the examples into rows of at most max_length, arranged by `pack_rows`: (B, T) with B <= len(items).
 
     The examples of a row ask for the same teacher. The mask numbers them from 1, and positions begin at 0 in each
     example. Positions also begin at 0 in the padding at the end of a row, whose mask is 0. The first token of an
@@ -115,7 +115,7 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
     rows: list[list[Encoded]] = []
     for teacher in dict.fromkeys(item.teacher for item in items):
         own = [item for item in items if item.teacher == teacher]
-        rows += [[own[index] for index in row] for row in pack([len(item) for item in own], max_length)]
+        rows += [[own[index] for index in row] for row in pack_rows([len(item) for item in own], max_length)]
     width = max(sum(map(len, row)) for row in rows)
     numbers = [[number for number, item in enumerate(row, start=1) for _ in item.ids] for row in rows]
     # The padding gets positions from 0 like one more example, so that it never continues the example before it where a
@@ -142,7 +142,7 @@ def _make_labels(item: Encoded, *, first: int = 0) -> list[int]:
     return labels
 
 
-def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+def pack_rows(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """Arrange examples of these lengths in rows of at most max_length: the indices of each row.
 
     First-fit decreasing gives a number of rows. For this number and all larger ones the rows are also filled evenly:

@@ -22,7 +22,7 @@ from llmdistill.data.references import text_files
 from llmdistill.data.sources import Data, open_rows
 from llmdistill.data.store import pieces, read_meta, store, token_dtype, tokenizer_fingerprint
 from llmdistill.errors import UserError
-from llmdistill.models.unembedded import check_rows
+from llmdistill.models.unembedded import check_token_ids
 from llmdistill.progress import progress
 
 _FORMAT = 2
@@ -149,7 +149,7 @@ def _write_tokens(
 
         for batch in pieces(segments, _AT_ONCE, lambda segment: len(segment[1])):
             encoded = _tokenize([text for _, text in batch], tokenizer)
-            check_rows(tokenizer, encoded, lambda _, token: place(token))
+            check_token_ids(tokenizer, encoded, lambda _, token: place(token))
             for (document, _), ids in zip(batch, encoded, strict=True):
                 if not ids:  # the tokenizer drops all characters of the line
                     continue

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, ResponseConfig
-from llmdistill.data.chats import Turns, place_of, render_answered
+from llmdistill.data.chats import Turns, render_answered, source_prefix
 from llmdistill.data.collate import Encoded, sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.prompts import (
@@ -24,7 +24,7 @@ from llmdistill.data.prompts import (
 )
 from llmdistill.errors import UserError
 from llmdistill.models.chat_templates import end_of_turn, shared_length
-from llmdistill.models.unembedded import check_rows
+from llmdistill.models.unembedded import check_token_ids
 
 NO_LIMIT = 2**31
 """A limit of tokens that no text has."""
@@ -117,7 +117,7 @@ def encode_prompts(
     chats = render_chats([as_chat(example) for example in examples if is_chat(example, limits.prompt)], tokenizer)
     chat_ids = iter(_tokenize(chats, tokenizer))
     all_ids = [next(chat_ids if is_chat(example, limits.prompt) else plain_ids) for example in examples]
-    check_rows(tokenizer, all_ids, lambda number, _: _locate(examples, number))
+    check_token_ids(tokenizer, all_ids, lambda number, _: _locate(examples, number))
     within_limits, dropped, truncated = _apply_limits([len(ids) for ids in all_ids], examples, limits, may_be_empty)
     ids = [_keep_end(all_ids[index], limits.max_prompt_length, tokenizer) for index in within_limits]
     return EncodedPrompts(ids, within_limits, dropped, truncated)
@@ -209,7 +209,7 @@ def encode(
         else Encoded(next(prompts), [*next(answers), tokenizer.eos_token_id], example.teacher)
         for example in examples
     ]
-    check_rows(tokenizer, (example.ids for example in encoded), lambda number, _: _locate(examples, number))
+    check_token_ids(tokenizer, (example.ids for example in encoded), lambda number, _: _locate(examples, number))
     within_limits, dropped, truncated = _apply_limits(
         [len(example.prompt_ids) for example in encoded], examples, limits, may_be_empty
     )
@@ -256,7 +256,7 @@ def _encode_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBas
                     learned += [begin, end]
         if not learned and (example.outputs[0].strip() or not chat.learned):
             raise UserError(
-                f"{place_of(example)}the tokenizer's chat template does not write the answer of the assistant; give a "
+                f"{source_prefix(example)}the tokenizer's chat template does not write the assistant's answer; give a "
                 "template that does in tokenizer_config.json, or rows of prompt and completion"
             )
         ids = places.ids if chat.has_end else [*places.ids, end_of_turn(tokenizer)]

@@ -22,7 +22,7 @@ from llmdistill.data.sources import open_rows
 from llmdistill.data.store import TOKEN_IDS, Schema
 from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
-from llmdistill.models.unembedded import check_rows
+from llmdistill.models.unembedded import check_token_ids
 
 FIELDS = ("text", "sentence", "sentence1", "sentence2", "anchor", "query", "positive", "negative")
 """Keys of the sentences in a row of training data."""
@@ -94,7 +94,7 @@ def encode_pairs(
         max_length=max_length,
         verbose=False,
     )
-    check_rows(tokenizer, encoded["input_ids"], lambda number, _: f"row {examples[number].index + 1}")
+    check_token_ids(tokenizer, encoded["input_ids"], lambda number, _: f"row {examples[number].index + 1}")
     types = encoded.get("token_type_ids") or [None] * len(examples)
     rows = zip(encoded["input_ids"], types, examples, strict=True)
     return [EncodedPair(ids, type_ids, example.target, example.index) for ids, type_ids, example in rows]

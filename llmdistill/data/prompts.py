@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from llmdistill.data.chats import place_of, render_chats
+from llmdistill.data.chats import render_chats, source_prefix
 from llmdistill.data.examples import Example
 from llmdistill.errors import UserError
 from llmdistill.files import read_json, write_json
@@ -88,7 +88,7 @@ def check_chat_keys(examples: Sequence[Example], prompt: str) -> None:
     example = next((example for example in examples if example.chat_key), None)
     if example is not None and prompt != CHAT:
         raise UserError(
-            f'{place_of(example)}"{example.chat_key}" has a place in a chat template alone, but the prompt is '
+            f'{source_prefix(example)}"{example.chat_key}" has a place in a chat template alone, but the prompt is '
             f"{describe_prompt(prompt)}; set data.prompt to chat, or take the key out of the rows"
         )
 
@@ -124,7 +124,7 @@ def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = 
     if prompt == MINILLM:
         prompt = PROMPT_WITH_INPUT if example.input else PROMPT_WITHOUT_INPUT
     elif example.input and "{input}" not in prompt:
-        raise UserError(f"{place_of(example)}an input, but data.prompt has no {{input}} to put it; add the field")
+        raise UserError(f"{source_prefix(example)}an input, but data.prompt has no {{input}} to put it; add the field")
     # One substitution instead of str.format: braces in the example, and other braces of the prompt, stay as they are.
     return re.sub(r"\{(instruction|input)\}", lambda field: str(getattr(example, field[1])), prompt)
 

@@ -15,7 +15,7 @@ from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import sample_id
 from llmdistill.data.store import TOKEN_IDS, Schema, in_pieces
 from llmdistill.errors import UserError
-from llmdistill.models.unembedded import check_rows
+from llmdistill.models.unembedded import check_token_ids
 
 NO_ANSWER = 0
 """The position of start and end where a window holds no answer: the first token, [CLS] or <s>, as in BERT."""
@@ -160,7 +160,7 @@ def _encode_windows(
         )
         of_window = [members[member] for member in encoded["overflow_to_sample_mapping"]]
         places = [f"question {examples[index].id}" for index in of_window]
-        check_rows(tokenizer, encoded["input_ids"], partial(_locate, places))
+        check_token_ids(tokenizer, encoded["input_ids"], partial(_locate, places))
         types = encoded.get("token_type_ids")
         for row, index in enumerate(of_window):
             characters = np.array(encoded["offset_mapping"][row], dtype=np.int32)

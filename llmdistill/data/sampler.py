@@ -129,8 +129,8 @@ class Share:
     bucket_steps: int = 1
     """The examples of so many successive steps are sorted by length together; see `bucket`."""
     spread: bool = False
-    """Deal the examples of a step out in turn, so that every micro batch has short and long ones and all micro batches
-    have about the same number of tokens, which suits packing."""
+    """Whether neighbors among the examples of a step go to different micro batches: each then has short and long ones,
+    of which packing makes rows of about the same number of tokens."""
 
     def micro_batches(self, batch: Sequence[Element]) -> list[list[Element]]:
         """Return this rank's micro batches of a global batch, in order.

@@ -23,7 +23,7 @@ from llmdistill.data.masking import Masking
 from llmdistill.data.random_streams import SEQUENCE
 from llmdistill.data.store import TOKEN_IDS, Schema
 from llmdistill.errors import UserError
-from llmdistill.models.unembedded import check_rows
+from llmdistill.models.unembedded import check_token_ids
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def encode_targets(
 
 def _tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    check_rows(tokenizer, ids, lambda number, _: texts[number])
+    check_token_ids(tokenizer, ids, lambda number, _: texts[number])
     return ids
 
 

@@ -9,7 +9,7 @@ from llmdistill.batch import LossSum, Taps
 from llmdistill.config.marks import OVER_0
 from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
-from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.entry import MethodEntry, check_weights
 from llmdistill.methods.layers import LayerPair, check_direction, layer_term, weigh
 from llmdistill.methods.output import SoftPositions, divergence_terms, label_terms, positions_of
 from llmdistill.models.families import shape_of
@@ -36,7 +36,7 @@ class DistilbertConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight or the temperature is out of its range."""
-        check_settings("distilbert", self, ("soft", "label", "cosine"))
+        check_weights("distilbert", self, ("soft", "label", "cosine"))
 
 
 def build_distilbert(

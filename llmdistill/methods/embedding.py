@@ -13,7 +13,7 @@ from llmdistill.config import RunConfig
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import SequenceTerm
 from llmdistill.methods.annotations import PreTrainedConfig, Tensor
-from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.entry import MethodEntry, check_weights
 from llmdistill.methods.layers import check_direction
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -42,7 +42,7 @@ class EmbeddingConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight is out of its range."""
-        check_settings("embedding", self, ("cosine", "mse", "margin"))
+        check_weights("embedding", self, ("cosine", "mse", "margin"))
 
 
 def build_embedding(

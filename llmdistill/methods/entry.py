@@ -73,7 +73,7 @@ class MethodEntry:
         return None if self.settings is None else self.settings()
 
 
-def check_settings(method: str, settings: object, weights: tuple[str, ...]) -> None:
+def check_weights(method: str, settings: object, weights: tuple[str, ...]) -> None:
     """Raise a ValueError for a negative weight, or if all weights are 0."""
     for key in weights:
         if getattr(settings, key) < 0:

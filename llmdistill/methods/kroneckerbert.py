@@ -10,7 +10,7 @@ from llmdistill import losses
 from llmdistill.batch import Aspect
 from llmdistill.config.marks import OVER_0
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.entry import MethodEntry, check_weights
 from llmdistill.methods.layers import LayerPair, Scale, attention_term, check_scores, mse_term, pair_equal_shapes, weigh
 from llmdistill.methods.output import label_terms, soft_terms
 from llmdistill.models.families import family_of
@@ -48,7 +48,7 @@ class KroneckerbertConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight or the temperature is out of its range."""
-        check_settings("kroneckerbert", self, ("embedding", "attention", "ffn", "logits", "label"))
+        check_weights("kroneckerbert", self, ("embedding", "attention", "ffn", "logits", "label"))
 
 
 _FFN_OUTPUTS: Mapping[str, Aspect] = {"layer": "hidden", "projection": "ffn_down"}

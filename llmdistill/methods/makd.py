@@ -10,7 +10,7 @@ from llmdistill.config.marks import OVER_0
 from llmdistill.errors import UserError
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import MethodEntry, Preset, check_settings
+from llmdistill.methods.entry import MethodEntry, Preset, check_weights
 from llmdistill.methods.output import SoftPositions, label_terms, positions_of, soft_terms
 from llmdistill.models.families import family_of, shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -61,7 +61,7 @@ class MakdConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight or the temperature is out of its range."""
-        check_settings("makd", self, TERMS)
+        check_weights("makd", self, TERMS)
 
 
 MATRIX_TERMS: tuple[Aspect, ...] = ("query", "key", "value", "ffn_up", "ffn_gate", "ffn_down")

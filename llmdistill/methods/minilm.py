@@ -13,7 +13,7 @@ from llmdistill.config.marks import replaces
 from llmdistill.errors import UserError
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
+from llmdistill.methods.entry import MethodEntry, check_one_map, check_weights
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.step.method import Method
@@ -53,7 +53,7 @@ class MinilmConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight is out of its range, or both teacher_layer and teacher_layers are set."""
-        check_settings("minilm", self, _TERMS)
+        check_weights("minilm", self, _TERMS)
         check_one_map("minilm", self.teacher_layer, self.teacher_layers)
 
 

@@ -10,7 +10,7 @@ from llmdistill.batch import Aspect
 from llmdistill.config.marks import at_least, each_once, replaces
 from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import MethodEntry, check_one_map, check_settings
+from llmdistill.methods.entry import MethodEntry, check_one_map, check_weights
 from llmdistill.methods.layers import check_direction, pair_last_or_mapped, relation_term
 from llmdistill.models.families import Shape, shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -61,7 +61,7 @@ class Minilmv2Config:
 
     def __post_init__(self) -> None:
         """Raises ValueError without a weight, or if both teacher_layer and teacher_layers are set."""
-        check_settings("minilmv2", self, ("weight",))
+        check_weights("minilmv2", self, ("weight",))
         check_one_map("minilmv2", self.teacher_layer, self.teacher_layers)
 
 

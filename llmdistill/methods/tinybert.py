@@ -10,7 +10,7 @@ from llmdistill.config.marks import OVER_0
 from llmdistill.losses.terms import LayerTerm
 from llmdistill.methods import layers
 from llmdistill.methods.annotations import PreTrainedConfig
-from llmdistill.methods.entry import MethodEntry, check_settings
+from llmdistill.methods.entry import MethodEntry, check_weights
 from llmdistill.methods.output import soft_terms
 from llmdistill.models.families import shape_of
 from llmdistill.objective import TOKENS, Objective
@@ -44,7 +44,7 @@ class TinybertConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError if a weight or the temperature is out of its range."""
-        check_settings("tinybert", self, ("attention", "hidden", "embedding", "soft"))
+        check_weights("tinybert", self, ("attention", "hidden", "embedding", "soft"))
 
 
 def build_tinybert(

@@ -228,7 +228,7 @@ def check_builds(config: PreTrainedConfig) -> None:
     _built.add(text)
 
 
-def check_sizes(config: PreTrainedConfig, folder: Path) -> None:
+def check_weight_shapes(config: PreTrainedConfig, folder: Path) -> None:
     """Raise a UserError if a weight in a folder has another shape than the config says.
 
     Only headers are read, so no memory is taken for a size that a config makes up. Names that the model lacks, and

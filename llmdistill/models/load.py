@@ -21,7 +21,7 @@ from llmdistill.errors import UserError
 from llmdistill.internals.transformers_names import model_class
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, cast_parameters, of_base
 from llmdistill.models.companions import read_generation_settings, save_model
-from llmdistill.models.config_check import built_from, cannot_build, check_sizes
+from llmdistill.models.config_check import built_from, cannot_build, check_weight_shapes
 from llmdistill.models.configs import load_config, not_loaded
 from llmdistill.models.families import family_of, has_family, is_causal, is_head
 from llmdistill.models.forms import saved_form
@@ -150,7 +150,7 @@ def _load_weights(
     if form is not None:
         form.check_package(f"{path}: this model with {form.saved_as(config.quantization_config)}")
     if Path(path).is_dir():
-        check_sizes(config, Path(path))
+        check_weight_shapes(config, Path(path))
         read_generation_settings(Path(path))  # transformers reads them beside the weights
     try:
         loaded: Any = auto_class(config, head).from_pretrained(

@@ -206,7 +206,8 @@ class PackedTorchAo(TorchAoHfQuantizer):
         tensors, metadata = super().get_state_dict_and_metadata(model)
         if self.packs:
             tensors = {
-                name: pack(tensor) if name.endswith("._weight_qdata") else tensor for name, tensor in tensors.items()
+                name: pack_int4(tensor) if name.endswith("._weight_qdata") else tensor
+                for name, tensor in tensors.items()
             }
         return tensors, metadata
 
@@ -225,7 +226,7 @@ class _Unpack(TorchAoDeserialize):
         (integers,) = parts["_weight_qdata"]
         if integers.dtype == torch.uint8:
             shape = kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape
-            parts["_weight_qdata"] = [unpack(integers, shape)]
+            parts["_weight_qdata"] = [unpack_int4(integers, shape)]
         return super().convert(parts, *args, **kwargs)
 
 
@@ -298,14 +299,14 @@ class FewBits(StudentForm):
         dequantize(model)
 
 
-def pack(integers: Tensor) -> Tensor:
+def pack_int4(integers: Tensor) -> Tensor:
     """Put integers from -8 to 7, row by row, into the lower and upper half of a byte: (m, n) -> (⌈mn / 2⌉,) uint8."""
     nibbles = (integers.flatten() + 8).to(torch.uint8)
     nibbles = nn.functional.pad(nibbles, (0, nibbles.numel() % 2))
     return nibbles[::2] | nibbles[1::2] << 4
 
 
-def unpack(packed: Tensor, shape: torch.Size) -> Tensor:
-    """Return the integers (m, n) in int8 that `pack` has put into bytes."""
+def unpack_int4(packed: Tensor, shape: torch.Size) -> Tensor:
+    """Return the integers (m, n) in int8 that `pack_int4` has put into bytes."""
     nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten()
     return nibbles[: shape.numel()].view(shape).to(torch.int8) - 8

@@ -23,7 +23,7 @@ def rows_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return rows
 
 
-def check_rows(
+def check_token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[Sequence[int]], place: Callable[[int, str], str]
 ) -> None:
     """Raise a UserError for the first text, as token ids, with a token that has no embedding.

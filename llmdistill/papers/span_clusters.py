@@ -19,7 +19,7 @@ from llmdistill.data.pairs import EncodedPair, collate_pairs
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.errors import UserError
 from llmdistill.models.families import shape_of
-from llmdistill.models.unembedded import check_rows
+from llmdistill.models.unembedded import check_token_ids
 from llmdistill.papers.conll import Located, Sentence
 from llmdistill.progress import progress
 from llmdistill.tasks.forward import scoring_forward
@@ -51,7 +51,7 @@ def encode_sentences(
     # As text, not as words: byte-level tokenizers take words only with a setting that most of them are saved without.
     texts = [" ".join(sentence.words) for sentence in sentences]
     encoded = tokenizer(texts, truncation=True, max_length=max_length, return_offsets_mapping=True, verbose=False)
-    check_rows(tokenizer, encoded["input_ids"], lambda number, _: texts[number])
+    check_token_ids(tokenizer, encoded["input_ids"], lambda number, _: texts[number])
     types = encoded.get("token_type_ids") or [None] * len(texts)
     items = [EncodedPair(ids, kinds, None) for ids, kinds in zip(encoded["input_ids"], types, strict=True)]
     tokens = []

@@ -14,13 +14,13 @@ from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, Positions
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.machine import MachineConfig, parse_bytes
 from llmdistill.methods import Method
-from llmdistill.planning.layout import TEACHER_ZERO, TEACHERS, Layout, Sizes, read_seconds
+from llmdistill.planning.layout import SHARDINGS, TEACHER_ZERO, Layout, Sizes, read_seconds
 from llmdistill.planning.step import ForecastModels, full_batch
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
 from llmdistill.step.tap_models import tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache_folder import CACHE_FILE, read_cache_record
-from llmdistill.teachers.rows import Request, place_of, to_outputs, to_rows
+from llmdistill.teachers.rows import Request, row_positions, to_outputs, to_rows
 from llmdistill.training.checks import check_top_k
 from llmdistill.training.plan import Plan
 
@@ -58,7 +58,9 @@ class CacheTrace(Teacher):
 
     def row_bytes(self, counts: Counts) -> int:
         """Return the bytes of the rows of so many positions, which a training reads once an epoch."""
-        return sum(counts[place_of(name)] * rows[:1].numel() * rows.element_size() for name, rows in self.rows.items())
+        return sum(
+            counts[row_positions(name)] * rows[:1].numel() * rows.element_size() for name, rows in self.rows.items()
+        )
 
     def shard_bytes(self, counts: Counts) -> int:
         """Return the bytes of the shards of so many positions, without their headers of some hundred bytes each."""
@@ -70,7 +72,7 @@ class CacheTrace(Teacher):
 
         def read(name: str) -> Tensor:
             rows = self.rows[name]
-            return rows.new_empty(counts[place_of(name)], *rows.shape[1:])
+            return rows.new_empty(counts[row_positions(name)], *rows.shape[1:])
 
         return to_outputs(
             read, batch, self.request, top_k=self.settings.stored_top_k, head=self.head, scaling=self.scaling
@@ -203,4 +205,4 @@ def forecast_cache(
 def shardings(machine: MachineConfig) -> list[str]:
     """Return the values of teacher.sharding that differ from the simpler ones on a machine."""
     differs = {"node": machine.nodes > 1 and machine.ranks_of_node > 1, "zero3": machine.ranks > 1}
-    return [sharding for sharding in TEACHERS if differs.get(sharding, True)]
+    return [sharding for sharding in SHARDINGS if differs.get(sharding, True)]

@@ -11,7 +11,7 @@ from typing import Any
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
 from llmdistill.planning.cache_forecast import CacheForecast, CacheRequest, count_positions, forecast_cache, shardings
-from llmdistill.planning.layout import CACHED, PARTS, TEACHERS, Duration, Layout, Sizes, Zero
+from llmdistill.planning.layout import CACHED, PARTS, SHARDINGS, Duration, Layout, Sizes, Zero
 from llmdistill.planning.step import build_models, full_batch, interpolate, trace_step
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import split_batch
@@ -161,7 +161,7 @@ def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None
         alike,
         key=lambda choice: (
             simplest.index(choice.ds_config),
-            [None, *TEACHERS, CACHED].index(choice.teacher),
+            [None, *SHARDINGS, CACHED].index(choice.teacher),
             choice.checkpointing,
             choice.total,
         ),

@@ -34,7 +34,7 @@ PARTS = {
     "allocator": ("what the GPU and its allocator reserve", "a smaller --reserved"),
 }
 """Part of the memory -> its description, and a remedy that makes it smaller."""
-TEACHERS = ("replicated", "node", "zero3")
+SHARDINGS = ("replicated", "node", "zero3")
 """Values of teacher.sharding, the simplest first."""
 CACHED = "cached"
 """A teacher that is a file (teacher.cache)."""

@@ -46,7 +46,7 @@ def print_finding(finding: Finding) -> None:
         console.print(f"{'':8} {'':26} -> {finding.remedy}", soft_wrap=True, markup=False, highlight=False)
 
 
-def check_machine(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
+def check_environment(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
     """Check this machine for a run that writes so many bytes (None: not known) to a folder, which need not exist."""
     for check in (libraries, compiler, gpus, communication, kernels):
         yield check()

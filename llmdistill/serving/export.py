@@ -26,7 +26,7 @@ from llmdistill.students.counting import count_parameters
 from llmdistill.training.inputs import Model, save_with_tokenizer
 
 
-def export(
+def export_student(
     student: Model,
     output: str | Path,
     *,

@@ -40,7 +40,7 @@ from llmdistill.students.shapes import (
     shape_config,
     teacher_layers,
 )
-from llmdistill.students.sizes import check_settings, plan, plan_embedding, summarize
+from llmdistill.students.sizes import check_factorization, plan, plan_embedding, summarize
 from llmdistill.students.start.weighted import WeightedFactors, check_calibration_data
 
 
@@ -184,7 +184,7 @@ def _plan_sizes(
 ) -> Factorization:
     reference = build_reference(config)
     if settings.weighting != "none":
-        check_settings(settings, method)
+        check_factorization(settings, method)
         check_calibration_data(settings.weighting, weighted)
     if weighted is None or method != "svd":  # no other method chooses sizes by the data
         return plan(reference, settings, method)
@@ -196,7 +196,7 @@ def _plan_sizes(
     return replace(plan_embedding(reference, settings, method), sizes=sizes)
 
 
-def compress(
+def compress_folder(
     model_dir: Path | str,
     output_dir: Path | str,
     settings: StudentConfig,

@@ -30,7 +30,7 @@ from llmdistill.students.counting import build_reference, count_parameters, laye
 from llmdistill.students.install import token_embedding
 from llmdistill.students.kronecker import dense_flops
 from llmdistill.students.options import Group, Options, Table, drop_dominated, make_groups
-from llmdistill.students.sizes import DENSE, check_settings, parse_target, plan_embedding
+from llmdistill.students.sizes import DENSE, check_factorization, parse_target, plan_embedding
 
 CANDIDATES = 10
 """Number of the best combinations that are reported."""
@@ -78,7 +78,7 @@ def search(
     target; the message then gives the smallest possible number. The weights of a folder or hub name are read only after
     these checks.
     """
-    check_settings(settings, "kronecker")
+    check_factorization(settings, "kronecker")
     assert settings.target_params is not None
     reference = build_reference(model.config if isinstance(model, PreTrainedModel) else load_config(model))
     plan_embedding(reference, settings, "kronecker")

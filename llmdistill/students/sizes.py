@@ -62,7 +62,7 @@ def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd")
     settings are those of another method, contradict each other or do not fit the model, if the model is already
     factorized, and for a target of kronecker, whose `search` needs the weights.
     """
-    check_settings(settings, method)
+    check_factorization(settings, method)
     embedding = plan_embedding(model, settings, method)
     return replace(embedding, sizes=_ranks(model, settings) if method == "svd" else _shapes(model, settings))
 
@@ -111,7 +111,7 @@ def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: st
     return Factorization(method=name, embedding=None if size == kind.dense_embedding else size)
 
 
-def check_settings(settings: FactorizeConfig, method: str) -> None:
+def check_factorization(settings: FactorizeConfig, method: str) -> None:
     """Raise a UserError for a setting that only another method uses, and for settings that contradict each other."""
     if method not in SETTINGS:
         raise UserError(f"there is no method {method!r} of factorization; there are {', '.join(SETTINGS)}")
@@ -163,7 +163,7 @@ def summarize(
     teacher_params, linears, stacks = count_parameters(reference), layer_linears(reference), layer_stacks(reference)
     sizes: dict[str, Any]
     if planned is None and settings.allocation == "loss":  # the data will decide the ranks
-        check_settings(settings, method)
+        check_factorization(settings, method)
         planned = plan_embedding(reference, settings, method)
         student_params = rank_budget(reference, settings) + fixed_params(reference, settings)
         flops = 2 * student_params

@@ -19,7 +19,7 @@ from llmdistill.data.whole_text import WholeText
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import fingerprint
 from llmdistill.models.families import is_causal, max_positions
-from llmdistill.models.unembedded import check_rows
+from llmdistill.models.unembedded import check_token_ids
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable
@@ -111,7 +111,7 @@ def cut_windows(
         raise UserError(f"stride is {stride}, but a window has {length} tokens: give that or less")
     begin = begin_tokens(tokenizer)
     tokens = tokenizer(text, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
-    check_rows(tokenizer, [tokens], lambda _, token: name if data is None else find_words(token, data))
+    check_token_ids(tokenizer, [tokens], lambda _, token: name if data is None else find_words(token, data))
     # Each window gets the begin tokens of its own, in `collate`.
     tokens = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
     least = len(begin) + (1 if begin else 2)  # with one token to predict

@@ -34,7 +34,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import apply_umask, write_json
 from llmdistill.fingerprints import content_fingerprint, file_damage, file_entry
 from llmdistill.runtime.distributed import World, on_every
-from llmdistill.teachers.rows import place_of
+from llmdistill.teachers.rows import row_positions
 
 CACHE_FILE = "cache.json"
 REQUEST_FILE = "request.json"
@@ -149,7 +149,7 @@ class CacheFolder:
 
         `places` comes from `find`.
         """
-        offsets = self._index[2][place_of(name)]
+        offsets = self._index[2][row_positions(name)]
         parts = []
         for shard, number in places.tolist():
             first, end = offsets[shard][number : number + 2].tolist()

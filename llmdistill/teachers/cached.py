@@ -15,7 +15,7 @@ from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import World
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache_folder import CacheFolder
-from llmdistill.teachers.rows import Request, place_of, to_outputs
+from llmdistill.teachers.rows import Request, row_positions, to_outputs
 from llmdistill.teachers.source import ModelSource, TeacherRun
 
 
@@ -54,7 +54,7 @@ class CachedTeacher(Teacher):
         places = self._folder.find([each for row in batch.sample_ids for each in row])
 
         def read(name: str) -> Tensor:
-            rows, kind = self._folder.rows(name, places), place_of(name)
+            rows, kind = self._folder.rows(name, places), row_positions(name)
             expected = len(batch.sample_ids) if kind == "sequences" else len(batch.rows_at(kind))
             if len(rows) != expected:
                 raise UserError(

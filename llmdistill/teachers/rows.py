@@ -78,7 +78,7 @@ class Request:
         return "the output of the classifier" if self.sequences and not held["sequences"] else None
 
 
-def place_of(name: str) -> Positions:
+def row_positions(name: str) -> Positions:
     """Return the positions to which the rows of a kept tensor belong, from its name in `teachers.rows`."""
     first = name.partition(".")[0]
     return next((place for place in POSITIONS if place == first), "tokens")

@@ -29,7 +29,7 @@ from llmdistill.runtime.terminal import warn_main
 from llmdistill.step.compile import check_compilers
 from llmdistill.step.tap_models import tap_student
 from llmdistill.step.teacher import AsyncTeacher, RequestingLoader, Teacher
-from llmdistill.students.convert import compress, make_student
+from llmdistill.students.convert import compress_folder, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
 from llmdistill.teachers.source import LiveTeacher, TeacherRun
@@ -68,7 +68,7 @@ def prepare_student(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskDa
                 return
             # An encoder folder may contain other heads than the run needs; a decoder keeps the head of its folder.
             head = "saved" if of_models.causal else of_models.student_head
-            compress(path, folder, settings, device=device, head=head, weighted=weighted)
+            compress_folder(path, folder, settings, device=device, head=head, weighted=weighted)
 
         on_main(make)
         wait_until_visible(made)

@@ -208,7 +208,7 @@ def evaluation_mode(model: Model, *, head: HeadName) -> Iterator[PreTrainedModel
         loaded.train(was_training)
 
 
-def check_models(**models: object) -> None:
+def check_model_types(**models: object) -> None:
     """Raise UserError for a value that is neither a transformers model nor the name of one."""
     for role, model in models.items():
         if model is not None and not isinstance(model, PreTrainedModel | str | Path):

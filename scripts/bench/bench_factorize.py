@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmdistill.config import FactorizeConfig, StudentConfig
 from llmdistill.runtime.terminal import quiet_libraries
-from llmdistill.students.convert import compress
+from llmdistill.students.convert import compress_folder
 from llmdistill.students.counting import build_reference, layer_linears
 from llmdistill.students.svd import truncated_svd
 
@@ -90,7 +90,7 @@ def bench_set_up(settings: Settings, table: Table, *, full: bool) -> None:
         dense, student = Path(folder) / "dense", Path(folder) / "student"
         LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(dense)
         made_by = StudentConfig(factorize=FactorizeConfig(ranks=ranks))
-        made = partial(compress, dense, student, made_by, device=torch.device(settings.device))
+        made = partial(compress_folder, dense, student, made_by, device=torch.device(settings.device))
         (took,) = repeat(made, number=1, repeat=1)
         load = [
             median(repeat(partial(LlamaForCausalLM.from_pretrained, path), number=1, repeat=3))

@@ -20,7 +20,7 @@ from llmdistill.config import FactorizeConfig, StudentConfig
 from llmdistill.models.load import load_model
 from llmdistill.models.sharded_load import Sharding, load_sharded
 from llmdistill.runtime.distributed import init_distributed
-from llmdistill.students.convert import compress
+from llmdistill.students.convert import compress_folder
 
 
 def anonymous():
@@ -81,7 +81,7 @@ def test_shards_are_those_of_the_whole_model(launch, tmp_path, case):
     folder = tmp_path / "model"
     llama(tmp_path / "dense", 512)
     if case == "pivoted":
-        compress(tmp_path / "dense", folder, StudentConfig(factorize=FactorizeConfig(rank=192, form="pivoted")))
+        compress_folder(tmp_path / "dense", folder, StudentConfig(factorize=FactorizeConfig(rank=192, form="pivoted")))
     elif case == "pieces":
         load_model(tmp_path / "dense", dtype=torch.float32).save_pretrained(folder, max_shard_size="20MB")
         assert len(list(folder.glob("*.safetensors"))) > 3

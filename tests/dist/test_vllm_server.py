@@ -27,7 +27,7 @@ from llmdistill.models.companions import save_model
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.metrics_log import WRITER_GAP
-from llmdistill.students.convert import compress
+from llmdistill.students.convert import compress_folder
 
 from support import PATIENCE, environment, free_port, largest_difference, logged
 
@@ -148,7 +148,7 @@ def student(request, tmp_path_factory):
     if request.param == "dense":
         shutil.copytree(locate(TEACHER), folder / "student")
     else:
-        compress(locate(TEACHER), folder / "student", StudentConfig(factorize=FactorizeConfig(rank=24)))
+        compress_folder(locate(TEACHER), folder / "student", StudentConfig(factorize=FactorizeConfig(rank=24)))
     eager = ("--enforce-eager",) if request.param == "dense" else ()
     running = Server(folder / "server.log", folder / "student", *WEIGHTS, *eager)
     running.start()

@@ -19,7 +19,7 @@ from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.step.passes import split_batches
 from llmdistill.students.counting import Shape, build_reference, layer_linears
 from llmdistill.students.install import token_embedding
-from llmdistill.students.sizes import check_settings, plan, plan_embedding, rank_budget
+from llmdistill.students.sizes import check_factorization, plan, plan_embedding, rank_budget
 from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.cuts import divergences
 from llmdistill.students.start.measure import Measurement, first_tokens
@@ -57,7 +57,7 @@ def weigh(source: CalibrationSource, settings: FactorizeConfig, method: str = "s
         UserError: the settings do not fit the model, the data have no token or give numbers that are not finite, or the
             folder of saved factors holds something else.
     """
-    check_settings(settings, method)
+    check_factorization(settings, method)
     reference, weighted = build_reference(source.config), _NOTHING
     plan_embedding(reference, settings, method)
     others: dict[str, Any] = {}  # factors that fit one size only

@@ -6,7 +6,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import build, parse_run, to_dict
 from llmdistill.config.strict import flatten
 from llmdistill.methods import METHODS
-from llmdistill.students.sizes import check_settings
+from llmdistill.students.sizes import check_factorization
 
 BASE = "student: {method: svd, factorize: {target_params: 34%, weighting: gradients, allocation: loss}}"
 KEPT = {"rank": None, "target_params": "34%", "weighting": "gradients", "allocation": "loss"}
@@ -79,7 +79,7 @@ def test_settings_that_exclude_each_other_replace_each_other(tmp_path, recipe, w
     config = to_dict(parse_run(["--recipe", str(tmp_path / "mine.yaml"), *typed], METHODS)[0])
     factorize = build(config["student"]["factorize"], FactorizeConfig)
     if config["student"]["shape"] is None and config["student"]["model"] is None and factorize != FactorizeConfig():
-        check_settings(factorize, config["student"]["method"])
+        check_factorization(factorize, config["student"]["method"])
     found = flatten(config["student"]["factorize"]) | flatten(config)
     assert {key: found[key] for key in expected} == expected
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from llmdistill.batch import IGNORE_INDEX
-from llmdistill.data.collate import Encoded, collate, collate_packed, pack, sample_id
+from llmdistill.data.collate import Encoded, collate, collate_packed, pack_rows, sample_id
 from llmdistill.data.pairs import EncodedPair, collate_pairs
 
 END = 2
@@ -50,7 +50,7 @@ def test_few_examples_take_nearly_the_fewest_positions(seed):
     lengths = np.random.default_rng(seed).integers(2, 12, 5).tolist()
     rows = [np.bincount(places, lengths) for places in itertools.product(range(5), repeat=5)]
     fewest = min(np.count_nonzero(sums) * sums.max() for sums in rows if sums.max() <= 20)
-    packed = pack(lengths, 20)
+    packed = pack_rows(lengths, 20)
     assert sorted(itertools.chain(*packed)) == list(range(5)), "each stands in one row"
     taken = [sum(lengths[index] for index in row) for row in packed]
     assert max(taken) <= 20
@@ -60,4 +60,4 @@ def test_few_examples_take_nearly_the_fewest_positions(seed):
 
 def test_first_fit_decreasing():
     lengths = [4, 8, 1, 4, 2, 1]
-    assert pack(lengths, 10) == [[1, 4], [0, 3, 2, 5]], "20 tokens need two rows of 10, and fill them"
+    assert pack_rows(lengths, 10) == [[1, 4], [0, 3, 2, 5]], "20 tokens need two rows of 10, and fill them"

@@ -20,7 +20,7 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.load import load_model, merge_adapter
 from llmdistill.serving.dense import export_dense
 from llmdistill.step.taps import Recorder
-from llmdistill.students.convert import compress, factorize
+from llmdistill.students.convert import compress_folder, factorize
 from llmdistill.students.kinds import Factorization
 
 TOKENS = torch.arange(24).view(2, 12)
@@ -189,7 +189,7 @@ def test_a_merged_folder_is_a_stock_model_and_compress_merges_too(tmp_path):
 
     names = ("adapter", "merged")
     settings = StudentConfig(factorize=FactorizeConfig(rank=5))
-    first, second = (compress(tmp_path / name, tmp_path / f"{name}-made", settings) for name in names)
+    first, second = (compress_folder(tmp_path / name, tmp_path / f"{name}-made", settings) for name in names)
     assert first == second
     students = [load_file(tmp_path / f"{name}-made" / "model.safetensors") for name in names]
     torch.testing.assert_close(*students, rtol=0, atol=0)

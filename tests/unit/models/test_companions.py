@@ -13,7 +13,7 @@ from word_models import save_tokenizer
 from llmdistill.artifacts import manifest_damage
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
-from llmdistill.students.convert import compress, make_student
+from llmdistill.students.convert import compress_folder, make_student
 
 
 @pytest.mark.parametrize(("kind", "ends", "expected"), [
@@ -27,7 +27,7 @@ def test_a_student_ends_as_its_tokenizer_says_and_has_the_teachers_settings(tmp_
     settings = GenerationConfig(do_sample=True, temperature=0.25, bos_token_id=0, eos_token_id=ends)
     settings.save_pretrained(teacher)
     if kind == "factors":
-        compress(teacher, tmp_path / "student", StudentConfig(factorize=FactorizeConfig(rank=3)))
+        compress_folder(teacher, tmp_path / "student", StudentConfig(factorize=FactorizeConfig(rank=3)))
     else:
         make_student(teacher, tmp_path / "student", StudentConfig(shape="1x8x2", init="random"), seed=0, head="lm_head")
     settings = json.loads((tmp_path / "student/generation_config.json").read_text())
@@ -54,7 +54,7 @@ def test_a_student_stops_where_the_chat_template_ends_a_turn(tmp_path, template,
     tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(teacher)
     tokenizer.save_pretrained(teacher)
     GenerationConfig(eos_token_id=ends).save_pretrained(teacher)
-    compress(teacher, tmp_path / "student", StudentConfig(factorize=FactorizeConfig(rank=3)))
+    compress_folder(teacher, tmp_path / "student", StudentConfig(factorize=FactorizeConfig(rank=3)))
     # As transformers' generate and vLLM read it.
     found = GenerationConfig.from_pretrained(tmp_path / "student").eos_token_id
     expected = [*([] if ends is None else [1] if ends == 1 else ends), tokenizer.eos_token_id]
@@ -92,7 +92,7 @@ OF_SENTENCES = {"modules.json", "1_Pooling/config.json", *SETTINGS}
 
 def test_a_factorized_student_keeps_the_modules_of_its_sentence_encoder(tmp_path):
     teacher = sentence_encoder(tmp_path / "teacher", linear=True)
-    compress(teacher, tmp_path / "student", StudentConfig(factorize=FactorizeConfig(rank=3)))
+    compress_folder(teacher, tmp_path / "student", StudentConfig(factorize=FactorizeConfig(rank=3)))
     of_linear = {"2_Dense/config.json", "2_Dense/model.safetensors"}  # and no pickle
     assert names(tmp_path / "student") == OF_MODELS | OF_SENTENCES | of_linear
     for name in OF_SENTENCES | of_linear:

@@ -16,7 +16,7 @@ from llmdistill.config.student import QuantizeConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.models.forms import saved_size
 from llmdistill.models.load import build_meta, load_model
-from llmdistill.models.quantized import dequantize, fake_quantize, pack, quantize, quantized_linears, unpack
+from llmdistill.models.quantized import dequantize, fake_quantize, pack_int4, quantize, quantized_linears, unpack_int4
 from llmdistill.models.student_form import SavedSize
 from llmdistill.runtime.engine import Template, save_student
 from llmdistill.students.counting import count_parameters
@@ -138,8 +138,8 @@ def test_a_saved_student_in_bf16_has_the_planned_size(tmp_path, settings):
 
 def test_two_int4_weights_are_in_a_byte_of_the_file(tmp_path):
     integers = torch.randint(-8, 8, (3, 5), dtype=torch.int8)  # an odd number of them
-    assert pack(integers).numel() == 8
-    assert torch.equal(unpack(pack(integers), integers.shape), integers)
+    assert pack_int4(integers).numel() == 8
+    assert torch.equal(unpack_int4(pack_int4(integers), integers.shape), integers)
     for factors, settings, linear, numel, dtype in (
         ("dense", INT4, UP, 384, torch.int8),
         ("dense", PACKED, UP, 192, torch.uint8),

@@ -15,7 +15,7 @@ from llmdistill.config import FactorizeConfig, LoraConfig, StudentConfig, TrainC
 from llmdistill.models.adapters import add_lora
 from llmdistill.models.load import load_model
 from llmdistill.runtime.engine import Template, build_engine, learning_rate, parameter_groups, save_student
-from llmdistill.students.convert import compress
+from llmdistill.students.convert import compress_folder
 from llmdistill.training.checkpoints import load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("cpu_world")
@@ -28,7 +28,7 @@ TOKENS = torch.arange(24).view(2, 12)
 def student(tmp_path):
     """A factorized student with a tied head."""
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "base")
-    compress(tmp_path / "base", tmp_path / "untrained", StudentConfig(factorize=FactorizeConfig(rank=5)))
+    compress_folder(tmp_path / "base", tmp_path / "untrained", StudentConfig(factorize=FactorizeConfig(rank=5)))
     return tmp_path / "untrained"
 
 

@@ -9,7 +9,7 @@ from llmdistill.runtime import devices, environment
 
 
 def test_this_machine_has_everything_but_perhaps_a_gpu(tmp_path):
-    found = {each.what: each.state for each in environment.check_machine(tmp_path / "runs" / "new", 1)}
+    found = {each.what: each.state for each in environment.check_environment(tmp_path / "runs" / "new", 1)}
     assert found.pop("GPU") == ("ok" if torch.cuda.is_available() else "warning")
     assert set(found.values()) == {"ok"}
 

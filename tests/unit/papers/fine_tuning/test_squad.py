@@ -12,7 +12,7 @@ from transformers import AutoModelForQuestionAnswering, AutoTokenizer, BertForQu
 import llmdistill
 from llmdistill.config import FactorizeConfig, StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.students.convert import compress
+from llmdistill.students.convert import compress_folder
 from llmdistill.tasks.squad_metrics import squad1_scores, squad2_scores
 
 WINDOWS = {"data.task.stride": 4, "data.task.max_question_length": 4, "data.task.max_answer_length": 4}
@@ -93,7 +93,7 @@ def test_mlqa_is_learned_in_english_and_scored_in_each_language(answer, question
 def test_a_student_learns_spans_from_a_teacher(answer, encoder, tmp_path) -> None:
     small, teacher = tmp_path / "small", tmp_path / "teacher"
     answer("--tasks", "squad1", folder="teacher")
-    compress(encoder, small, StudentConfig(factorize=FactorizeConfig(rank=8)))
+    compress_folder(encoder, small, StudentConfig(factorize=FactorizeConfig(rank=8)))
     dense = AutoModelForQuestionAnswering.from_pretrained(teacher / "SQuAD1/best")
     taught = ["--tasks", "squad1", "--teacher", teacher, "--epochs", "1"]
     results, _ = answer(*taught, "--method", "kroneckerbert", model=small)

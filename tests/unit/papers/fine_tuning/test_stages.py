@@ -15,7 +15,7 @@ from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
 from llmdistill.papers.two_stages import collect_stages, plan_tasks
 from llmdistill.report.trials import read_trials
-from llmdistill.students.convert import compress
+from llmdistill.students.convert import compress_folder
 from llmdistill.train import main
 from llmdistill.training.plan import make_plans
 from llmdistill.training.run_folder import shaping_settings
@@ -60,7 +60,7 @@ def second_stage(arguments: list[str]) -> None:
 @pytest.fixture(scope="module")
 def first_stage(encoder, tmp_path_factory):
     run = tmp_path_factory.mktemp("first stage") / "run"
-    compress(encoder, run / "untrained", StudentConfig(factorize=FactorizeConfig(rank=6)))
+    compress_folder(encoder, run / "untrained", StudentConfig(factorize=FactorizeConfig(rank=6)))
     shutil.copytree(run / "untrained", run / "student")
     weights = load_file(run / "student/model.safetensors")
     weights["bert.embeddings.position_embeddings.weight"] += 0.01
