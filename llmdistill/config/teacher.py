@@ -64,8 +64,8 @@ class TeacherConfig(OneTeacher):
     the configuration and the tokenizer are read here, and its weights where the student is made from them; it is not
     scored."""
     top_k: int | None = field(default=None, metadata=replaces("teacher.cache") | _LABELS_ALONE | at_least(1))
-    """Number of most likely tokens that the server of teacher.url is asked for, beside which all others are one more
-    class; the server must allow so many (vLLM: --max-logprobs)."""
+    """Number of most likely tokens to request from the server of teacher.url; all others are one more class. The server
+    must allow so many (vLLM: --max-logprobs)."""
     wait: float = field(default=60.0, metadata=FREE | PATIENCE)
     """Seconds without any answer of teacher.url after which the training saves its last step and ends; until then every
     request that failed is repeated."""

@@ -128,15 +128,16 @@ def write_by_teacher(job: Job, missing: Sequence[int], teacher: TappedModel, *, 
     for numbers in progress(rounds, "Teacher's outputs", "rounds of shards"):
         has_own = world.rank < len(numbers)
         number = numbers[world.rank if has_own else 0]
-        shard, made = job.shards[number], []
-        own = len(shard) if has_own else 0
-        for turn in range(max(len(job.shards[each]) for each in numbers) if sharded else own):
-            batch, outputs, rows = _run_teacher(job, teacher, shard, turn)
-            if turn < own:
-                made.append((batch, rows))
+        shard, finished = job.shards[number], []
+        num_own = len(shard) if has_own else 0
+        # A sharded teacher needs every rank in each pass, also one whose shard has fewer batches or that has none.
+        for index in range(max(len(job.shards[each]) for each in numbers) if sharded else num_own):
+            batch, outputs, rows = _run_teacher(job, teacher, shard, index)
+            if index < num_own:
+                finished.append((batch, rows))
                 scaling = outputs.taps.scaling
         if has_own:
-            _save(job, number, made, scaling)
+            _save(job, number, finished, scaling)
 
 
 def _save(

@@ -309,6 +309,9 @@ class TranslatedSource(ModelSource):
         teacher = self.part.build(run)
         return TranslatedTeacher(teacher, make_translation(run.plan, run.data), say=partial(print_main))
 
+    def settings_of(self, teacher: TeacherConfig) -> Any:
+        return self.part.settings_of(teacher)
+
     def describe(self, teacher: TeacherConfig) -> str:
         return self.part.describe(teacher)
 
@@ -328,3 +331,6 @@ class TranslatedSource(ModelSource):
 
     def cache_settings(self, plan: TeacherPlan, settings: CacheConfig) -> CacheConfig:
         return self.part.cache_settings(plan, settings)
+
+    def scorer(self, plan: TeacherPlan) -> Callable[..., Any] | None:
+        return self.part.scorer(plan)

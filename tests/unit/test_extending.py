@@ -169,6 +169,8 @@ def test_settings_of_ones_own_teacher_are_checked():
         WISE.settings_of(TeacherConfig(source="wise", settings={"rihgt": 0.5}))
     with pytest.raises(UserError, match=r"teacher\.settings\.right.*half"):
         WISE.settings_of(TeacherConfig(source="wise", settings={"right": "half"}))
+    translated = source_of(TeacherConfig(source="wise", settings={"right": 0.5}), translates=True)
+    assert translated.settings_of(TeacherConfig(source="wise", settings={"right": 0.25})).right == 0.25
     with pytest.raises(UserError, match=r"teacher\.settings\.k: plain has no settings"):
         TeacherSource().settings_of(TeacherConfig(source="plain", settings={"k": 1}))
     with pytest.raises(FieldError, match=r"settings are those of teacher\.source"):
