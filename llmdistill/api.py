@@ -57,16 +57,16 @@ def _with_dotted(keywords: dict[str, Any], *sections: str) -> dict[str, Any]:
 
     Raises UserError if a setting is given twice, or `settings` is no mapping.
     """
-    found = {key: value for key, value in keywords.items() if key != "settings"}
+    plain = {key: value for key, value in keywords.items() if key != "settings"}
     dotted = keywords.get("settings") or {}
     if not isinstance(dotted, Mapping):
         raise UserError(f"settings is a {type(dotted).__name__}: give a dict, such as {{'teacher.dtype': 'bf16'}}")
     for key, value in dotted.items():
         name = next((key.removeprefix(section) for section in sections if key.startswith(section)), key)
-        if name in found and found[name] is not None and found[name] != value:
-            raise UserError(f"{name} is given twice, as {found[name]} and {value}: leave one of them out")
-        found[name] = value
-    return found
+        if name in plain and plain[name] is not None and plain[name] != value:
+            raise UserError(f"{name} is given twice, as {plain[name]} and {value}: leave one of them out")
+        plain[name] = value
+    return plain
 
 
 def compress(
@@ -343,12 +343,12 @@ def evaluate(
     own = tokenizer_of(model, tokenizer)
     sets, are_several = {"data": data}, isinstance(data, Mapping) and not has_columns(data)
     if isinstance(data, Mapping) and are_several:
-        sets = {str(name): each for name, each in data.items()}
+        sets = {str(name): data_set for name, data_set in data.items()}
     kinds: dict[str, str] = {}
-    for name, each in sets.items():
+    for name, data_set in sets.items():
         check_name(name, "data")  # its predictions are kept under it
-        is_named = isinstance(each, str) and is_task(each) and not os.path.exists(each)
-        kinds[name] = kind or ("task" if is_named else kind_of(each, name=name))
+        is_named = isinstance(data_set, str) and is_task(data_set) and not os.path.exists(data_set)
+        kinds[name] = kind or ("task" if is_named else kind_of(data_set, name=name))
     folder = None if output is None else Path(output)
     if "task" in kinds.values():
         if set(kinds.values()) != {"task"}:
@@ -390,6 +390,6 @@ def evaluate(
             else:
                 scores[name] = score_masked(loaded, own, text, max_length=length, batch_size=size)
         if examples:
-            asked = LoadedModel(model=loaded, tokenizer=own)
-            scores |= score_sets(asked, examples, generation, answering, predictions_dir=folder)
+            loaded_model = LoadedModel(model=loaded, tokenizer=own)
+            scores |= score_sets(loaded_model, examples, generation, answering, predictions_dir=folder)
     return {name: scores[name] for name in sets} if are_several else dict(scores["data"])

@@ -40,8 +40,8 @@ def is_initialized(value: Any) -> bool:
 
 def weight_conversions(model: Any) -> list[Any] | None:
     """Return the conversions that save_pretrained reverts; None if the model has only those of its architecture."""
-    found: list[Any] | None = getattr(model, "_weight_conversions", None)
-    return found
+    conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+    return conversions
 
 
 def set_weight_conversions(model: Any, conversions: Sequence[Any]) -> None:

@@ -131,8 +131,8 @@ def _compare_pairs(logits_NV: Tensor, teacher: SpanRows, term: TokenTerm) -> tup
     log_q_nV = (logits_NV[rows_n] / t).log_softmax(-1)
     ours, theirs = teacher.classes
     has_rest = ours.has_rest or theirs.has_rest
-    log_p_nC = theirs.merged((p_logits_nV / t).log_softmax(-1), has_rest=has_rest).clamp(min=LOG_FLOOR)
-    merged_nC = ours.merged(log_q_nV, has_rest=has_rest)
+    log_p_nC = theirs.merge((p_logits_nV / t).log_softmax(-1), has_rest=has_rest).clamp(min=LOG_FLOOR)
+    merged_nC = ours.merge(log_q_nV, has_rest=has_rest)
     log_q_nC = merged_nC.clamp(min=LOG_FLOOR)
     value = term.scale * term.divergence.value(log_p_nC, log_q_nC).sum()
     of_class = term.divergence.derivative(log_p_nC, log_q_nC).masked_fill(merged_nC < LOG_FLOOR, 0.0)
@@ -160,7 +160,7 @@ class _Classes:
     def has_rest(self) -> bool:
         return len(self.rest) > 0
 
-    def merged(self, log_q_nV: Tensor, *, has_rest: bool) -> Tensor:
+    def merge(self, log_q_nV: Tensor, *, has_rest: bool) -> Tensor:
         """Return the log-probabilities of the classes, (n, K), or (n, K + 1) with the rest as the last class."""
         shared_nK = log_q_nV.index_select(1, self.shared)
         if not has_rest:

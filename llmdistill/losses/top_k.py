@@ -34,7 +34,7 @@ def most_likely(logits_NV: Tensor, k: int, temperatures: Sequence[float]) -> Top
     return TopK(tokens_Nk, log_p_Nk, {t: (rest_NV / t).logsumexp(-1) for t in temperatures})
 
 
-def softened(teacher: TopK, temperature: float) -> Tensor:
+def soften(teacher: TopK, temperature: float) -> Tensor:
     """Return the teacher's log-probabilities at a temperature of `TopK.rest`, (N, k + 1); the rest comes last."""
     rest_N = teacher.rest.get(temperature)
     if rest_N is None:
@@ -46,7 +46,7 @@ def softened(teacher: TopK, temperature: float) -> Tensor:
     return torch.cat([teacher.log_probs / temperature, rest_N[:, None]], dim=1).log_softmax(-1)
 
 
-def merged(log_q_NV: Tensor, tokens_Nk: Tensor) -> Tensor:
+def merge(log_q_NV: Tensor, tokens_Nk: Tensor) -> Tensor:
     """Return the student's log-probabilities of these tokens, and last that of all others together, (N, k + 1)."""
     rest_NV = log_q_NV.scatter(1, tokens_Nk, float("-inf"))
     return torch.cat([log_q_NV.gather(1, tokens_Nk), rest_NV.logsumexp(-1, keepdim=True)], dim=1)
@@ -56,7 +56,7 @@ def spread(derivative_NC: Tensor, log_q_NV: Tensor, merged_NC: Tensor, tokens_Nk
     """Return the derivative with respect to log q of each token, (N, V), from that with respect to log q of each class.
 
     A token's share of its class is its share of the probability: 1 for a class of one token, q / Σ q in the rest.
-    `merged_NC` is what `merged` makes of `log_q_NV`.
+    `merged_NC` is what `merge` makes of `log_q_NV`.
     """
     # The exponentials of the k tokens may overflow here; they are overwritten.
     derivative_NV = (log_q_NV - merged_NC[:, -1:]).exp_().mul_(derivative_NC[:, -1:])

@@ -37,7 +37,7 @@ _SMALLEST = 2.3
 
 
 def _score(config: AttentionConfig, models: ComparedModels) -> ModelScores:
-    layers = _layers(config, models.paths)
+    layers = _choose_layers(config, models.paths)
     if config.text is not None:
         texts = [config.text]
     elif not Path(str(config.data)).is_file():
@@ -92,7 +92,7 @@ def _encode(
     return items, [tokenizer.convert_ids_to_tokens(item.input_ids) for item in items]
 
 
-def _layers(config: AttentionConfig, paths: Mapping[str, Path]) -> dict[str, int]:
+def _choose_layers(config: AttentionConfig, paths: Mapping[str, Path]) -> dict[str, int]:
     """Return the layer of each model, from 1; UserError for a layer or head that it lacks, or scores of other kinds."""
     given: list[int | None] = [None] if config.layers is None else [*config.layers]
     if len(given) not in (1, len(paths)):

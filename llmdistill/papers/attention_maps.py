@@ -29,18 +29,18 @@ def attention_maps(model: PreTrainedModel, items: Sequence[EncodedPair], *, laye
             query_HTD = taps.query[layer][0].double()
             key_HTD = repeat_heads(taps.key[layer], len(query_HTD))[0].double()
             scores_HTT = query_HTD @ key_HTD.transpose(1, 2) * taps.scaling[layer]
-            hidden_TT = ~_seen(model, len(item), layer).to(scores_HTT.device)
+            hidden_TT = ~_visible_keys(model, len(item), layer).to(scores_HTT.device)
             maps.append(scores_HTT.masked_fill(hidden_TT, -math.inf).log_softmax(-1).cpu())
     return maps
 
 
-def _seen(model: PreTrainedModel, tokens: int, layer: int) -> Tensor:
+def _visible_keys(model: PreTrainedModel, tokens: int, layer: int) -> Tensor:
     """Return which keys (second axis) the queries of one text without padding see: (T, T)."""
-    seen_TT = torch.ones(tokens, tokens, dtype=torch.bool)
+    visible_TT = torch.ones(tokens, tokens, dtype=torch.bool)
     window = shape_of(model.config).windows[layer]
     if is_causal(model.config):
-        seen_TT = seen_TT.tril()
-    return seen_TT if window is None else seen_TT.triu(1 - window)
+        visible_TT = visible_TT.tril()
+    return visible_TT if window is None else visible_TT.triu(1 - window)
 
 
 def mean_map(log_HTT: Tensor) -> Tensor:

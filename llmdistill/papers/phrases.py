@@ -64,7 +64,7 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
     size = len(drawn[config.seeds[0]])
     entries = models.score_each(score, depends_on=depends_on, on=f"{len(drawn)} x {size} spans", head="none")
     labels = dict(Counter(place.span.label for spans in drawn.values() for place in spans).most_common())
-    warnings, wanted = _unread(config.data, sentences, encoded), config.chunks + config.unlabeled
+    warnings, wanted = _describe_unread_words(config.data, sentences, encoded), config.chunks + config.unlabeled
     if size < wanted:
         warnings.append(f"{config.data} has {size} of the {wanted} spans that were asked for")
     return ModelScores(
@@ -96,7 +96,7 @@ def _check_count(data: str, held_out: int, spans: Sequence[Located]) -> None:
         )
 
 
-def _unread(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]) -> list[str]:
+def _describe_unread_words(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]) -> list[str]:
     """Return a sentence for the models that do not read the same words."""
     unread: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for name, (_, tokens) in encoded.items():

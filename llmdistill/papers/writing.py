@@ -67,10 +67,10 @@ class WritingData(BenchmarkData):
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        asked = {"examples": self.digest, **{name: getattr(self.task.settings, name) for name in _DECODING}}
+        identity = {"examples": self.digest, **{name: getattr(self.task.settings, name) for name in _DECODING}}
         limit = self.task.config.scoring.limit
         counts = {name: len(range(len(self.encoded[name]))[:limit]) for name in self.meta["sets"]}
-        return {name: {**asked, "sources": count} for name, count in counts.items()}
+        return {name: {**identity, "sources": count} for name, count in counts.items()}
 
     def num_steps(self, epochs: int, global_batch_size: int) -> int:
         return -(-epochs * len(self.train) // global_batch_size)

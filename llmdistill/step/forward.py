@@ -188,15 +188,15 @@ class TappedModel:
         # Forward pass. The terms of layers are computed as their taps arrive, and those of the LM head in place of its
         # product, so that neither the taps of all layers nor the logits of the batch are in memory at once.
         recording = self._recorder.recording(layers.compute_ready, mask=batch.mask)
-        with recording, self._restrict_head(batch, head.places, head), self._inputs(batch) as inputs:
+        with recording, self._restrict_head(batch, head.positions, head), self._inputs(batch) as inputs:
             result = self._forward(**inputs)
         self._recorder.pop_taps()
 
         # Terms of the LM head: with the shortcut the output in place of the logits is their total already.
         total, sequences = self._split_outputs(result, batch)
-        if head.places and not self.shortcut and total is not None:
-            total = head(_select_logits(total, batch, head.places))
-        if not head.places:
+        if head.positions and not self.shortcut and total is not None:
+            total = head(_select_logits(total, batch, head.positions))
+        if not head.positions:
             # ZeRO-3 gathers parameters in the backward pass from the model's output, so the total must depend on it.
             total = (
                 0.0 * torch.stack([tensor.sum().float() for tensor in result.values() if torch.is_tensor(tensor)]).sum()

@@ -59,14 +59,14 @@ class HeadLosses:
     def __init__(self, terms: BoundTerms, batch: Batch, *, shift: bool, vocabulary: int | None) -> None:
         """See `TappedModel` for `shift` and `vocabulary`."""
         self._terms, self._batch, self._shift, self._vocabulary = terms, batch, shift, vocabulary
-        self.places: tuple[Positions, ...] = tuple(dict.fromkeys(term.positions for term in terms.token_terms))
+        self.positions: tuple[Positions, ...] = tuple(dict.fromkeys(term.positions for term in terms.token_terms))
         """The kinds of positions whose predictions are compared."""
         self.sums: dict[str, LossSum] = {}
 
     def __call__(self, head: HeadInputs) -> Tensor:
         """Return the weighted total of the terms; the rows are those of `places`, one kind after the other."""
         counts, totals = self._batch.counts(), []
-        for place, rows in split_by_positions(head, self._batch, self.places).items():
+        for place, rows in split_by_positions(head, self._batch, self.positions).items():
             terms = [term for term in self._terms.token_terms if term.positions == place]
             if place == "labels":
                 labels_N = self._batch.row_labels(shift=self._shift)

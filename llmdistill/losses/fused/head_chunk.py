@@ -14,7 +14,7 @@ from llmdistill.losses.divergence import FORWARD_KL, LOG_FLOOR, SOFT_CROSS_ENTRO
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.other_tokens import SpanRows, span_losses
 from llmdistill.losses.terms import TokenTerm
-from llmdistill.losses.top_k import merged, softened, spread
+from llmdistill.losses.top_k import merge, soften, spread
 
 _BLOCK_BYTES = 1 << 19
 """Bytes of one buffer for each thread. With this size the four buffers of a block of rows stay in a core's L2 cache."""
@@ -48,7 +48,7 @@ def chunk_losses(
     if fits and not isinstance(teacher_NV, TopK):  # the kernels know no classes of tokens
         from llmdistill.losses.fused import triton_head  # importing it requires Triton
 
-        return triton_head.chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
+        return triton_head.kernel_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
     size, few_exponentials, spare = max(1, len(labels_N)), None, []
     # _FewExponentials reads its values to check them; on CUDA the host would have to wait for them.
     if student_NV.device.type == "cpu":
@@ -174,13 +174,13 @@ def _compare(
     assert teacher is not None, "a divergence needs a teacher"
     if isinstance(teacher, TopK):
         assert labels is None, "a label may be none of the most likely tokens"
-        log_p = softened(teacher, temperature).to(log_q.dtype).clamp_(min=LOG_FLOOR)
-        return _Compared(log_p, merged(log_q, teacher.tokens).clamp_(min=LOG_FLOOR), teacher.tokens)
+        log_p = soften(teacher, temperature).to(log_q.dtype).clamp_(min=LOG_FLOOR)
+        return _Compared(log_p, merge(log_q, teacher.tokens).clamp_(min=LOG_FLOOR), teacher.tokens)
     log_p = (teacher / temperature).log_softmax(-1)
     if labels is None:
         return _Compared(log_p.clamp_(min=LOG_FLOOR), floored_log_q, None)
     tokens = labels[:, None]
-    log_p, log_q = (merged(log_probs, tokens).clamp_(min=LOG_FLOOR) for log_probs in (log_p, log_q))
+    log_p, log_q = (merge(log_probs, tokens).clamp_(min=LOG_FLOOR) for log_probs in (log_p, log_q))
     return _Compared(log_p, log_q, tokens)
 
 

@@ -20,7 +20,7 @@ LARGEST_BLOCK = 4096
 """Largest number of a row's tokens that a program reads at a time."""
 
 
-def chunk_losses(
+def kernel_losses(
     student_NV: Tensor,
     teacher_NV: Tensor | None,
     labels_N: Tensor,

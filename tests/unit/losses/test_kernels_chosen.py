@@ -97,11 +97,11 @@ def test_words_go_to_the_kernel_unless_it_does_not_know_the_divergence(monkeypat
     expected = token_losses(student, teacher, labels, terms, factors)
     seen = []
 
-    def chunk_losses(student_NV, teacher_NV, labels_N, given, factors, *, with_gradient):
+    def kernel_losses(student_NV, teacher_NV, labels_N, given, factors, *, with_gradient):
         seen.append((list(given), with_gradient))
         return expected.sums * len(labels_N) / 5
 
-    stand_in(monkeypatch, "head", chunk_losses=chunk_losses)
+    stand_in(monkeypatch, "head", kernel_losses=kernel_losses)
     monkeypatch.setattr(head_chunk, "available", lambda device: True)
     torch.testing.assert_close(token_losses(student, teacher, labels, terms, factors), expected)
     assert seen[0] == (terms, False)

@@ -6,7 +6,7 @@ from torch import Tensor
 from llmdistill.batch import HeadInputs
 from llmdistill.losses import divergence
 from llmdistill.losses.fused import triton_head
-from llmdistill.losses.fused.triton_head import chunk_losses
+from llmdistill.losses.fused.triton_head import kernel_losses
 from llmdistill.losses.terms import TokenTerm
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of words that nobody uses
@@ -54,7 +54,7 @@ def expected(student: Tensor, teacher: Tensor | None, labels: Tensor, terms: lis
 
 def run(student, teacher, labels, terms, *, with_gradient: bool = True) -> Tensor:
     factors = FACTORS[: len(terms)].to(student.device)
-    return chunk_losses(student, teacher, labels, terms, factors, with_gradient=with_gradient)
+    return kernel_losses(student, teacher, labels, terms, factors, with_gradient=with_gradient)
 
 
 def error(result: Tensor, reference: Tensor) -> float:
