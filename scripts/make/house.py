@@ -26,10 +26,11 @@ FILES = sorted(
 )
 FEATURES = {
     "quantize": r"\bquantize\b|QuantizeConfig|models\.quantized|bits_of|FewBits",
-    "on-policy": r"on_policy|own_answers|OwnAnswers",
+    "on-policy": r"on_policy|OnPolicy|[Rr]ollout|has_sampled_labels|judges_samples",
     "teacher.url": r"teacher\.url|RemoteTeacher|TeacherServer|ServerSource",
     "visible_until": r"visible_until",
-    "several teachers": r"teacher\.others|SeveralHeads|AveragedTeachers|TeachersOfRows|(?<!self\.)teachers?\.average\b",
+    "several teachers": r"teacher\.others|Several(Heads|Source)|JointRows|AveragedTeachers|TeachersOfRows"
+    r"|(?<!self\.)teachers?\.average\b",
 }
 """An optional feature, and what a file that knows of it says: its setting, or a name of its code.
 
