@@ -24,7 +24,7 @@ from llmdistill.models.families import max_positions
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.step.teacher import AsyncTeacher
 from llmdistill.teachers.rows import Request
-from llmdistill.teachers.source import TeacherPlan, TeacherRun, TeacherSource
+from llmdistill.teachers.source import Capabilities, TeacherPlan, TeacherRun, TeacherSource
 
 _REQUESTS = 16
 """Requests that a rank has under way at the same time."""
@@ -154,6 +154,8 @@ class RemoteTeacher(AsyncTeacher):
 
 class ServerSource(TeacherSource):
     """Asks a server for the most likely tokens of the teacher."""
+
+    gives = Capabilities(positions=("labels", "tokens"))
 
     def build(self, run: TeacherRun) -> RemoteTeacher:
         return RemoteTeacher(self.client(run.plan), device=World.current().device)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.batch import Batch
+from llmdistill.batch import Batch, Positions
 from llmdistill.config import OneTeacher, RunConfig
 from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import with_values
@@ -19,6 +19,7 @@ from llmdistill.errors import UserError
 from llmdistill.models.heads import HeadName
 from llmdistill.step.method import Method
 from llmdistill.step.teacher import Teacher
+from llmdistill.teachers.rows import Request
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,43 @@ class TeacherRun:
     """Loads one of `models.teachers` by its name; every rank must call it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a source can give of a teacher; by default the most likely tokens at labels, at temperature 1, alone."""
+
+    layers: bool = False
+    """Inner tensors of layers, and the embedding."""
+    sequences: bool = False
+    """The outputs of heads for sequences: classes, spans, embeddings."""
+    positions: tuple[Positions, ...] = ("labels",)
+    """The positions at which it gives distributions over tokens."""
+    whole: bool = False
+    """Whether these are whole distributions (`HeadInputs`), not the most likely tokens (`TopK`)."""
+    temperatures: tuple[float, ...] = (1.0,)
+    """The temperatures at which a `TopK` has the mass of the rest; whole distributions have any."""
+
+    def find_missing(self, method: Method) -> str | None:
+        """Return the first thing that a method needs of its teacher and that is not given; None if all is."""
+        request = Request.of(method)
+        if request.taps and not self.layers:
+            return "inner tensors of layers"
+        if request.sequences and not self.sequences:
+            return "classes, spans or embeddings"
+        for place in request.positions:
+            if place not in self.positions:
+                return "distributions at all tokens" if place == "tokens" else f"distributions at {place}"
+        if self.whole:
+            return None
+        if any(term.divergence is not None and term.divergence.of_labels for term in method.token_terms):
+            return "the probability of each label, which may be none of the most likely tokens"
+        for temperature in request.temperatures:
+            if temperature not in self.temperatures:
+                return f"the mass of the rest at temperature {temperature:g}"
+        return None
+
+
 class TeacherSource:
-    """A source of a teacher's outputs. Only `build` must be its own; the other methods then say and check nothing.
+    """A source of a teacher's outputs. Only `build` must be its own, and `gives` where it gives more than the default.
 
     Of `teacher.model` a run still reads the configuration and the tokenizer, and its weights where the student is made
     from them.
@@ -106,6 +142,8 @@ class TeacherSource:
 
     settings: ClassVar[type[Any] | None] = None
     """The class of teacher.settings, a dataclass like those of `llmdistill.config`; None if there are none."""
+    gives: ClassVar[Capabilities] = Capabilities()
+    """What a run may compare with its teacher's outputs."""
 
     @property
     def runs_here(self) -> bool:
@@ -135,6 +173,13 @@ class TeacherSource:
 
     def check_plan(self, plan: TeacherPlan) -> None:
         """Raise a UserError if it cannot give what the method of a run compares."""
+        missing = self.gives.find_missing(plan.method)
+        if missing is not None:
+            raise UserError(
+                f"teacher.source {plan.config.teacher.source}: method {' + '.join(plan.config.methods())} needs "
+                f"{missing}, which it does not give; take another method, such as kd, or train with the teacher itself "
+                "(teacher.source null)"
+            )
 
     def check_there(self, plan: TeacherPlan) -> tuple[str, str] | None:
         """Raise a UserError if it does not answer; return the setting that names it, and its state in words."""
@@ -161,6 +206,8 @@ class TeacherSource:
 
 class ModelSource(TeacherSource):
     """A source whose outputs come from models that the run can load, or from a cache of these."""
+
+    gives = Capabilities(layers=True, sequences=True, positions=("labels", "tokens"), whole=True)
 
     def describe(self, teacher: TeacherConfig) -> str:
         return ""

@@ -10,13 +10,13 @@ from llmdistill.teachers.cached import CachedSource
 from llmdistill.teachers.live import LiveSource
 from llmdistill.teachers.remote import ServerSource
 from llmdistill.teachers.several import SeveralSource
-from llmdistill.teachers.source import TeacherRun, TeacherSource
+from llmdistill.teachers.source import Capabilities, TeacherRun, TeacherSource
 from llmdistill.teachers.translated import TranslatedSource
 
 TEACHERS: dict[str, TeacherSource] = {}
 """Those of other packages, by the name that teacher.source has."""
 
-__all__ = ["TEACHERS", "TeacherRun", "TeacherSource", "source_of"]
+__all__ = ["TEACHERS", "Capabilities", "TeacherRun", "TeacherSource", "source_of"]
 
 
 def source_of(teacher: TeacherConfig, *, translates: bool = False) -> TeacherSource:
@@ -40,4 +40,6 @@ def source_of(teacher: TeacherConfig, *, translates: bool = False) -> TeacherSou
     return TranslatedSource(source) if translates else source
 
 
-TEACHERS |= load_plugins("llmdistill.teachers", ("server",))  # last, because the packages import the names above
+# Last, because the packages import the names above. The teacher of teacher.url is called a server everywhere, so no
+# package may give another one that name.
+TEACHERS |= load_plugins("llmdistill.teachers", ("server",))

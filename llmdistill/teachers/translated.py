@@ -19,6 +19,7 @@ from llmdistill.config.teacher import TeacherConfig
 from llmdistill.data.begin import begin_tokens
 from llmdistill.data.collate import pad_rows, padding_mask, sample_id
 from llmdistill.data.token_bytes import TokenBytes, equal_spans, shared_tokens
+from llmdistill.errors import UserError
 from llmdistill.models.families import max_positions
 from llmdistill.progress import progress
 from llmdistill.runtime.terminal import print_main
@@ -317,6 +318,11 @@ class TranslatedSource(ModelSource):
 
     def check_plan(self, plan: TeacherPlan) -> None:
         self.part.check_plan(plan)
+        if not self.part.gives.whole:  # `check_conditions` has refused a server
+            raise UserError(
+                f"teacher.source {plan.config.teacher.source} gives the most likely tokens alone, but teacher and "
+                "student have different tokenizers: train with the teacher itself (teacher.source null)"
+            )
 
     def check_there(self, plan: TeacherPlan) -> tuple[str, str] | None:
         return self.part.check_there(plan)

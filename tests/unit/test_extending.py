@@ -14,16 +14,16 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from llmdistill import DistillationLoss
+from llmdistill import DistillationLoss, train
 from llmdistill.batch import TopK
 from llmdistill.cli import main
 from llmdistill.config import StudentConfig, TeacherConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.config.student import QuantizeConfig
 from llmdistill.errors import FieldError, UserError
-from llmdistill.losses import DIVERGENCES
+from llmdistill.losses import DIVERGENCES, REVERSE_KL, TokenTerm
 from llmdistill.losses.top_k import softened
-from llmdistill.methods import METHODS
+from llmdistill.methods import METHODS, Method, Terms
 from llmdistill.methods.kd import KdConfig
 from llmdistill.models.families import FAMILIES
 from llmdistill.models.forms import FORMS, chosen_forms
@@ -32,7 +32,8 @@ from llmdistill.models.student_form import StudentForm
 from llmdistill.step.taps import Recorder
 from llmdistill.tasks import TASKS
 from llmdistill.tasks.glue import GLUE_TASKS
-from llmdistill.teachers.sources import TEACHERS, TeacherSource, source_of
+from llmdistill.teachers.sources import TEACHERS, Capabilities, TeacherSource, source_of
+from llmdistill.teachers.translated import TranslatedSource
 from llmdistill.training.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,6 +176,44 @@ def test_settings_of_ones_own_teacher_are_checked():
         TeacherSource().settings_of(TeacherConfig(source="plain", settings={"k": 1}))
     with pytest.raises(FieldError, match=r"settings are those of teacher\.source"):
         TeacherConfig(settings={"right": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ("--method makd", "inner tensors of layers"),
+        ("--method kd --kd.temperature 2", "the mass of the rest at temperature 2"),
+        ("--method kd --kd.divergence log_ratio --kd.ratio 1 --data.on_policy 1", "the probability of each label"),
+    ],
+)
+def test_a_method_that_needs_more_than_a_teacher_of_ones_own_gives_is_refused(settings, missing, capsys):
+    __import__("wise")
+    words = f"--ds_config zero2 --student.factorize.rank 16 --teacher.source wise --dry_run {settings}"
+    assert train.main(shlex.split(words)) == 2
+    error = capsys.readouterr().err
+    assert f"teacher.source wise: method {shlex.split(settings)[1]} needs {missing}" in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+def test_a_teacher_of_ones_own_that_says_it_gives_more_is_let_through(monkeypatch):
+    from wise import WISE
+
+    everything = Capabilities(layers=True, sequences=True, positions=("labels", "tokens"), whole=True)
+    monkeypatch.setattr(type(WISE), "gives", everything)
+    words = "--ds_config zero2 --student.factorize.rank 16 --teacher.source wise --method makd"
+    assert make_plan(parse_run(shlex.split(words), METHODS)[0]).source is WISE
+
+
+def test_likely_tokens_are_not_enough_for_all_tokens_or_another_tokenizer():
+    from wise import WISE
+
+    terms = Terms({"kl": 1.0}, (), [TokenTerm("kl", REVERSE_KL, positions="tokens")])
+    assert Capabilities().find_missing(Method(**vars(terms), shift=False)) == "distributions at all tokens"
+    words = "--ds_config zero2 --teacher.source wise --method kd --student.factorize.rank 16"
+    plan = make_plan(parse_run(shlex.split(words), METHODS)[0])
+    WISE.check_plan(plan)
+    with pytest.raises(UserError, match=r"teacher\.source wise gives the most likely tokens alone, .*tokenizers"):
+        TranslatedSource(WISE).check_plan(plan)
 
 
 def test_a_teacher_of_likely_tokens_says_which_temperature_it_lacks():
