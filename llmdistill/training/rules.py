@@ -30,11 +30,12 @@ class Condition:
     """What can be true of a run: the value of a setting, or a property that its models, method or data have."""
 
     typed: str
-    """How users bring it about, for the table of docs/train.md."""
+    """What users type, or what their models or data are, for the table of docs/train.md."""
     of_config: Callable[[RunConfig], bool] | None = None
     """Whether it holds, if the settings of a run alone tell."""
     of_plan: Callable[[Plan], bool] | None = None
-    """The same, if models and method must be known too. With both, this one decides once there is a plan."""
+    """The same, if models and method must be known too. A pair whose conditions both have `of_config` is decided by the
+    settings alone; in other pairs this one decides where a condition has both."""
     detail: Callable[[Plan], str] = lambda plan: ""
     """What a sentence about a plan says of it, such as the type of the model."""
 
@@ -189,24 +190,24 @@ INSTRUCTIONS = Condition(typed="`data.kind instructions`", of_config=lambda run:
 TEXT = Condition(typed="`data.kind text`", of_config=lambda run: run.data.kind == "text")
 SENTENCES = Condition(typed="`data.kind sentences`", of_config=lambda run: run.data.kind == "sentences")
 TASK = Condition(typed="`data.kind task`", of_config=lambda run: run.data.kind == "task")
-NO_INSTRUCTIONS = Condition(
+NOT_INSTRUCTIONS = Condition(
     typed="`data.kind text`, `sentences` or `task`",
     of_config=lambda run: run.data.kind != "instructions",
 )
-NO_SENTENCES = Condition(
+NOT_SENTENCES = Condition(
     typed="`data.kind instructions`, `text` or `task`",
     of_config=lambda run: run.data.kind != "sentences",
 )
-NO_TEXT = Condition(
+NOT_TEXT = Condition(
     typed="`data.kind instructions`, `sentences` or `task`",
     of_config=lambda run: run.data.kind != "text",
 )
-NO_TASK = Condition(
+NOT_TASK = Condition(
     typed="`data.kind instructions`, `text` or `sentences`",
     of_config=lambda run: run.data.kind != "task",
 )
-SPANS = Condition(
-    typed="question answering (`squad1`, `squad2`, `mlqa`)",
+PER_TOKEN_HEAD = Condition(
+    typed="tasks whose head has an output for each token, such as `squad1` and `mlqa`",
     of_plan=lambda plan: plan.models.objective.targets is not None and plan.models.objective.targets.is_per_token,
 )
 CHANGING_EXAMPLES = Condition(
@@ -331,11 +332,11 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
     (BUCKETS, TEXT): _OF_INSTRUCTIONS.format("bucket_steps"),
     (BUCKETS, TASK): _OF_INSTRUCTIONS.format("bucket_steps"),
     (TESTS, TASK): _OF_INSTRUCTIONS.format("tests"),
-    (OWN_ANSWERS, NO_INSTRUCTIONS): _OF_INSTRUCTIONS.format("on_policy"),
-    (ROLLOUT, NO_INSTRUCTIONS): _OF_INSTRUCTIONS.format("rollout"),
-    (STREAMING, NO_INSTRUCTIONS): _OF_INSTRUCTIONS.format("streaming"),
-    (PACKING, NO_INSTRUCTIONS): _OF_INSTRUCTIONS.format("packing"),
-    (PROMPT, NO_INSTRUCTIONS): _OF_INSTRUCTIONS.format("prompt"),
+    (OWN_ANSWERS, NOT_INSTRUCTIONS): _OF_INSTRUCTIONS.format("on_policy"),
+    (ROLLOUT, NOT_INSTRUCTIONS): _OF_INSTRUCTIONS.format("rollout"),
+    (STREAMING, NOT_INSTRUCTIONS): _OF_INSTRUCTIONS.format("streaming"),
+    (PACKING, NOT_INSTRUCTIONS): _OF_INSTRUCTIONS.format("packing"),
+    (PROMPT, NOT_INSTRUCTIONS): _OF_INSTRUCTIONS.format("prompt"),
     (ROLLOUT_SERVER, GIVEN_ANSWERS): (
         "data.rollout.url is {data.rollout.url}, but data.on_policy is 0: set it to the share of the steps in which "
         "the student writes the answers, such as 1, or leave the url out"
@@ -393,18 +394,18 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
         "data.rollout.url is {data.rollout.url}, but student.quantize.weights is {student.quantize.weights}: vLLM "
         "cannot serve such a student, leave one of them out"
     ),
-    (NO_TEACHER, NO_TASK): _TEACHER_MISSING,
+    (NO_TEACHER, NOT_TASK): _TEACHER_MISSING,
     (NO_TEACHER, LEARNS_FROM_A_TEACHER): _TEACHER_MISSING,
     (NO_TEACHER, NO_GIVEN_STUDENT): ("teacher.model is null, so no student can be made of it: name student.model"),
     (FURTHER_METHODS, LABELS_ALONE): (
         "also is {config.also}, but method {config.method} has no teacher: make one of them the method"
     ),
     (ASSISTANTS, LABELS_ALONE): ("student.assistants teach, but method {config.method} has no teacher: leave them out"),
-    (EMBEDDING, NO_SENTENCES): (
+    (EMBEDDING, NOT_SENTENCES): (
         "method embedding compares embeddings of sentences, but data.kind is {data.kind}: set it to sentences"
     ),
     (SEQKD, TEXT): "method seqkd learns answers, but data.kind is text: take kd, or instructions",
-    (SEARCHED_LAYER, NO_TEXT): (
+    (SEARCHED_LAYER, NOT_TEXT): (
         "minilmv2.teacher_layer auto searches on a text: set data.kind to text, or name a layer"
     ),
     (SEARCHED_LAYER, NO_VALIDATION_SET): (
@@ -452,7 +453,7 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
     (SEVERAL_TEACHERS, ANOTHER_TOKENIZER): (
         "teacher.others ({others}) cannot be joined with another tokenizer: leave one of them out"
     ),
-    (TEACHERS_OF_ROWS, NO_INSTRUCTIONS): (
+    (TEACHERS_OF_ROWS, NOT_INSTRUCTIONS): (
         "teacher.average is rows, but data.kind is {data.kind}: rows of instructions alone name teachers; take "
         "probabilities"
     ),
@@ -480,7 +481,7 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
         "a cache keeps one output of the teacher for each example, but {second}: train with the teacher itself "
         "(teacher.cache null)"
     ),
-    (CACHED_TEACHER, SPANS): (
+    (CACHED_TEACHER, PER_TOKEN_HEAD): (
         "a cache keeps no outputs with a place for each token ({data.task.name}): train with the teacher itself "
         "(teacher.cache null)"
     ),
@@ -519,6 +520,7 @@ def list_excluded() -> dict[str, list[str]]:
 def as_text(width: int = 80) -> str:
     """Return `list_excluded` as plain text, for the terminal."""
     lines = ["What does not go together; a run, a dry run and llmdistill doctor say why, and what instead."]
+    lines += ["Each pair stands once, under one of the two."]
     for choice, others in list_excluded().items():
         paragraph = f"not with {'; '.join(others)}".replace("`", "")
         lines += ["", choice.replace("`", ""), *wrap(paragraph, width, initial_indent="  ", subsequent_indent="    ")]
@@ -548,6 +550,8 @@ def clash(plan: Plan, condition: Condition, others: Collection[Condition] | None
     `others` are by default all that hold.
     """
     for (first, second), sentence in CLASHES.items():
+        # A pair that has it second is about another choice: a server stands beside no cache that is read, but may fill
+        # one.
         if first is condition and (others is None or second in others) and second.holds(plan):
             details = {"first": first.detail(plan), "second": second.detail(plan)}
             return _format_sentence(sentence, plan.config, plan=plan, **details)
