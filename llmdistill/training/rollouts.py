@@ -120,7 +120,7 @@ class OwnAnswers:
             trainer.student.inspect_head(moved, compare)
         trainer.engine.train()
         count, shared, gap = all_reduce_sum(sums).tolist()
-        state.measures = {
-            **({} if top_Nk is None else {TOP_SHARED: shared / (_K * count)}),
-            **({} if written_N is None else {WRITER_GAP: gap / count}),
-        }
+        if top_Nk is not None:
+            state.measures[TOP_SHARED] = shared / (_K * count)
+        if written_N is not None:
+            state.measures[WRITER_GAP] = gap / count

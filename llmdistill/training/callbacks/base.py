@@ -83,20 +83,25 @@ class Callback(Protocol):
     reads: ClassVar[tuple[str, ...]]
     """The fields of TrainState that it reads. Every callback that gives one of them comes before this one."""
     gives: ClassVar[tuple[str, ...]]
-    """The fields that it sets."""
+    """The fields that it sets. Several callbacks may give `measures` and `validation`: they add figures to them."""
 
     def after_step(self, state: TrainState) -> None:
         """Look at a step that is done, and set the fields that this callback gives."""
         ...
 
 
+_ADDED_TO = frozenset({"measures", "validation"})
+
+
 def check_order(callbacks: Sequence[Callback]) -> None:
-    """Assert that no callback reads a field that a later one gives, which it would then find as it was before."""
+    """Assert that no callback reads a field that a later one gives, and that no two set the same one."""
     for place, callback in enumerate(callbacks):
         for later in callbacks[place + 1 :]:
             late = ", ".join(sorted({*callback.reads} & {*later.gives}))
             names = type(callback).__name__, type(later).__name__
             assert not late, f"{names[0]} reads {late}, which {names[1]} gives: {names[1]} must come before it"
+            twice = ", ".join(sorted({*callback.gives} & {*later.gives} - _ADDED_TO))
+            assert not twice, f"{names[0]} and {names[1]} both give {twice}: the second would overwrite the first"
 
 
 class Accumulator(Callback, Protocol):

@@ -57,11 +57,15 @@ def test_a_callback_touches_what_it_declares(callback):
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "state"
     ]
-    given = {node.attr for node in touched if isinstance(node.ctx, ast.Store)}
+    added_to = {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    }
+    given = {node.attr for node in touched if isinstance(node.ctx, ast.Store) or node in added_to}
     changed = {
         node.target.attr for node in ast.walk(tree) if isinstance(node, ast.AugAssign) and node.target in touched
     }
-    read = set().union(*(fields_behind(node.attr) for node in touched if isinstance(node.ctx, ast.Load)))
+    loaded = [node for node in touched if isinstance(node.ctx, ast.Load) and node not in added_to]
+    read = set().union(*(fields_behind(node.attr) for node in loaded))
     assert {*callback.gives} == given
     assert {*callback.reads} == read | changed
     assert given | read <= FIELDS
@@ -107,3 +111,10 @@ def test_a_callback_before_one_that_it_reads_is_refused(first, then, field):
     named = f"{first.__name__} reads .*{field}.*, which {then.__name__} gives"
     with pytest.raises(AssertionError, match=named):
         check_order(made(first, then))
+
+
+def test_two_callbacks_add_figures_but_set_no_field_both():
+    adds = [SimpleNamespace(reads=(), gives=("measures",)) for _ in range(2)]
+    check_order(adds)
+    with pytest.raises(AssertionError, match="both give is_logged: the second would overwrite the first"):
+        check_order([SimpleNamespace(reads=(), gives=("is_logged",)) for _ in range(2)])
