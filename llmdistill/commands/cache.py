@@ -48,7 +48,7 @@ def cache(arguments: Sequence[str]) -> None:
     from llmdistill.training.plan import make_plans
 
     quiet_transformers()
-    plan = make_plans(config)[0]
+    plan = make_plans(config)[0]  # with assistants the first one's, which alone learns from teacher.model
     teacher = config.teacher.everyone.get(settings.teacher, config.teacher)
     with process_group(needed=teacher.is_sharded) as world:
         data = plan.task.read_on_all(plan.models).prepare()

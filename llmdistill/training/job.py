@@ -139,7 +139,9 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
     params = count_parameters(reference)
     sizes = {"student_params": params, **saved_sizes(params, plan.config.student, plan.models.dtype, lambda: reference)}
     plan = replace(plan, models=replace(plan.models, sizes={**plan.models.sizes, **sizes}))
-    score("untrained", untrained)  # before the engine takes the memory
+    # Before the engine takes the memory. A student of few bits is floats until it is trained, and is scored as such: the
+    # report's gain is that of the training less the loss by rounding.
+    score("untrained", untrained)
 
     if plan.trains:
         if not exists_on_main(trained / "config.json"):

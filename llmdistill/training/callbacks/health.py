@@ -18,6 +18,7 @@ from llmdistill.training.trainer import Trainer
 class Health:
     """Looks at each step by one watch after the other. What one of them finds is read by those after it."""
 
+    # What FiniteSteps gives comes from within; it is the first, so it alone gives what a later watch reads.
     reads: ClassVar[tuple[str, ...]] = tuple(
         dict.fromkeys(
             field
