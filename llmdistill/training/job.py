@@ -139,7 +139,7 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
     params = count_parameters(reference)
     sizes = {"student_params": params, **saved_sizes(params, plan.config.student, plan.models.dtype, lambda: reference)}
     plan = replace(plan, models=replace(plan.models, sizes={**plan.models.sizes, **sizes}))
-    # Before the engine takes the memory. A student of few bits is scored as floats here, so the gain that is reported is
+    # Before the engine takes the memory. A student of few bits is scored as floats here: the gain that is reported is
     # that of the training less what rounding costs.
     score("untrained", untrained)
 
