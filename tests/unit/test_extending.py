@@ -22,7 +22,7 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.config.student import QuantizeConfig
 from llmdistill.errors import FieldError, UserError
 from llmdistill.losses import DIVERGENCES, REVERSE_KL, TokenTerm
-from llmdistill.losses.top_k import softened
+from llmdistill.losses.top_k import soften
 from llmdistill.methods import METHODS, Method, Terms
 from llmdistill.methods.kd import KdConfig
 from llmdistill.models.families import FAMILIES
@@ -218,7 +218,7 @@ def test_likely_tokens_are_not_enough_for_all_tokens_or_another_tokenizer():
 
 def test_a_teacher_of_likely_tokens_says_which_temperature_it_lacks():
     with pytest.raises(UserError, match=r"temperature 2.* at 1"):
-        softened(TopK(torch.zeros(1, 1).long(), torch.zeros(1, 1), {1.0: torch.zeros(1)}), 2.0)
+        soften(TopK(torch.zeros(1, 1).long(), torch.zeros(1, 1), {1.0: torch.zeros(1)}), 2.0)
 
 
 def test_a_callback_of_ones_own_logs_with_each_row():
