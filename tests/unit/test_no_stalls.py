@@ -112,17 +112,17 @@ def test_nor_does_one_on_the_students_own_answers_under_checkpointing() -> None:
 @pytest.mark.parametrize(
     ("family", "path"),
     [
-        ("llama", "_attend_in_one_call"),
-        ("mistral", "_attend_in_one_call"),
+        ("llama", "varlen_attn"),
+        ("mistral", "varlen_attn"),
         ("mistral", "_attend_by_sequence"),
         ("gpt2", "_attend_by_sequence"),
     ],
 )
 def test_nor_does_one_on_packed_rows(family: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's kernel for all sequences at once knows the meta device, too."""
-    if path == "_attend_in_one_call" and not packed.HAS_VARLEN:
+    if path == "varlen_attn" and not packed.HAS_VARLEN:
         pytest.skip("torch has no such kernel")
-    monkeypatch.setattr(packed, "has_kernel", lambda _: path == "_attend_in_one_call")
+    monkeypatch.setattr(packed, "has_kernel", lambda _: path == "varlen_attn")
     batch = make_batch(family)
     positions = torch.cat([torch.arange(5), torch.arange(4)]).expand(3, 9)
     rows = replace(batch, attention_mask=torch.tensor([1] * 5 + [2] * 4).expand(3, 9), position_ids=positions)
