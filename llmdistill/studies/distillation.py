@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 from llmdistill.runtime.terminal import print_main
 from llmdistill.studies.layer_search import LayerSearch
 from llmdistill.tasks.base import TaskData
-from llmdistill.training import assemble
-from llmdistill.training.cache import check_cache
-from llmdistill.training.calibration import check_calibration
-from llmdistill.training.job import MakeCallback, execute, run_plan
+from llmdistill.training.job import MakeCallback, execute, prepare_runs, run_plan
 from llmdistill.training.plan import Plan, find_searching_method, make_plan
 from llmdistill.training.run_folder import claim_folder
 
@@ -28,13 +25,7 @@ def distill_plans(
     stage on tasks; `callbacks` are further ones of the run itself. Raises UserError for bad input, a folder of another
     run, or a loss that is not finite.
     """
-    for plan in plans:
-        assemble.check_machine(plan)
-        check_calibration(plan)
-    data = data.prepare()
-    for plan in plans:
-        check_cache(plan, data.for_models(plan.models))
-    *assistants, last = (assemble.count_steps(plan, data) for plan in plans)
+    data, (*assistants, last) = prepare_runs(plans, data)
     searching = find_searching_method(last.config)
     # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
     is_only_run = not assistants and then is None and searching is None

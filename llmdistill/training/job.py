@@ -31,7 +31,8 @@ from llmdistill.tasks.scores import ScoreBook
 from llmdistill.teachers.live import TeacherOnDemand
 from llmdistill.training import assemble
 from llmdistill.training.cache import check_cache
-from llmdistill.training.callbacks.base import Callback
+from llmdistill.training.calibration import check_calibration
+from llmdistill.training.callbacks.base import Accumulator, Callback
 from llmdistill.training.callbacks.best import read_best
 from llmdistill.training.callbacks.health import Health
 from llmdistill.training.callbacks.log_rows import LogRows
@@ -56,17 +57,28 @@ MakeCallback = Callable[[Trainer], Callback]
 """Makes a callback of a training, such as the callback's class."""
 
 
-def run_config(config: RunConfig, before: Plan | None = None) -> dict[str, Any]:
+def run_config(config: RunConfig) -> dict[str, Any]:
     """Execute a run from its configuration, as `run_plan` does from its plan, in an existing process group.
 
-    `before` is the plan of the run whose student is this run's teacher. Raises UserError if the input is invalid, the
-    folder contains another run, or the loss is no longer finite.
+    Raises UserError if the input is invalid, the folder contains another run, or the loss is no longer finite.
     """
-    plan = make_plan(config, before)
-    assemble.check_machine(plan)
-    data = plan.task.read_on_all(plan.models).prepare()
-    check_cache(plan, data)
-    return run_plan(assemble.count_steps(plan, data), data)
+    plan = make_plan(config)
+    data, (counted,) = prepare_runs([plan], plan.task.read_on_all(plan.models))
+    return run_plan(counted, data)
+
+
+def prepare_runs(plans: Sequence[Plan], data: TaskData) -> tuple[TaskData, list[Plan]]:
+    """Check the machine, the caches and the data of runs, and return the data ready for batches and the counted plans.
+
+    Every rank must call this function.
+    """
+    for plan in plans:
+        assemble.check_machine(plan)
+        check_calibration(plan)
+    data = data.prepare()
+    for plan in plans:
+        check_cache(plan, data.for_models(plan.models))
+    return data, [assemble.count_steps(plan, data) for plan in plans]
 
 
 def run_plan(plan: Plan, data: TaskData) -> dict[str, Any]:
@@ -196,7 +208,13 @@ def _open_training(
         if start == 0 and validation.batches and not plan.task.validates_labels:
             log.add_figures(0, {"valid_loss": validation.loss()})
         health, rows = Health.of(plan, trainer, log.rows), LogRows(log, trainer)
-        saving = Checkpoints(trainer, plan.folder, loss_modes, {"log": rows, **health.accumulators})
+        others = [make(trainer) for make in further]
+        accumulators = {"log": rows, **health.accumulators} | {
+            f"{place}.{type(callback).__name__}": callback
+            for place, callback in enumerate(others)
+            if isinstance(callback, Accumulator)
+        }
+        saving = Checkpoints(trainer, plan.folder, loss_modes, accumulators)
         if checkpoint is not None:
             saving.restore(checkpoint.manifest.get("figures", {}))
         has_server = isinstance(trainer.teacher, AsyncTeacher) or plan.config.data.rollout.url is not None
@@ -208,7 +226,7 @@ def _open_training(
             *rollout_callbacks(plan, trainer),
             *([validation] if validation.batches else []),
             *([best] if best is not None else []),
-            *(make(trainer) for make in further),
+            *others,
             rows,
             saving,
         ]

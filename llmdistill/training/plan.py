@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def is_cached(self) -> bool:
-        """Whether the training reads the teacher's outputs from a cache; the teacher is then not loaded for it."""
+        """Whether the outputs of `teacher.model` are read from a cache, so that it is not loaded; others may be too."""
         return self.config.teacher.cache is not None and self.method.needs_teacher
 
     @property

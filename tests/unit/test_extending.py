@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
+import llmdistill
 from llmdistill import DistillationLoss, train
 from llmdistill.batch import TopK
 from llmdistill.cli import main
@@ -227,6 +228,30 @@ def test_a_callback_of_ones_own_logs_with_each_row():
     weights = [weight.detach().float().square().sum() for weight in names["result"].student.parameters()]
     assert len(norms) == 2
     assert norms[-1] == pytest.approx(float(sum(weights).sqrt()), rel=1e-2)  # the student is saved in bf16 or fp32
+
+
+def test_figures_of_a_callback_of_ones_own_are_in_checkpoints(folder):
+    class Steps:
+        reads = gives = ()
+
+        def __init__(self, trainer):
+            self.count = 0
+
+        def after_step(self, state):
+            self.count += 1
+
+        def figures(self):
+            return {"count": self.count}
+
+        def restore(self, figures):
+            self.count = figures["count"]
+
+    rows = [{"instruction": f"Add 1 to {number}.", "input": "", "output": str(number + 1)} for number in range(16)]
+    settings = {"student.factorize.rank": 16, "train.save_every": 2, "scoring.models": []}
+    run = {"method": "sft", "steps": 2, "global_batch_size": 4, "output_dir": folder / "run"}
+    llmdistill.distill("embedded:teacher", None, rows, settings=settings, callbacks=[Steps], **run)
+    (manifest,) = (folder / "run/checkpoints").glob("step-2/*.json")
+    assert json.loads(manifest.read_text(encoding="utf-8"))["figures"]["0.Steps"] == {"count": 2}
 
 
 def test_an_architecture_of_ones_own_is_tapped_right():

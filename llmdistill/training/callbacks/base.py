@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -104,6 +104,7 @@ def check_order(callbacks: Sequence[Callback]) -> None:
             assert not twice, f"{names[0]} and {names[1]} both give {twice}: the second would overwrite the first"
 
 
+@runtime_checkable
 class Accumulator(Callback, Protocol):
     """A callback whose figures run over several steps. A checkpoint keeps them, so that a kill changes no row."""
 
