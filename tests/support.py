@@ -245,9 +245,9 @@ def check_steps(made: Callable[[int], Any]) -> list[Any]:
 def in_memory(model: PreTrainedModel, batches: Sequence[Batch], held_out: Sequence[Batch] = ()) -> CalibrationSource:
     """The teacher and the data of a calibration in this process."""
     from llmdistill.students.start.weigh import CalibrationSource
-    from llmdistill.teachers.live import LiveTeacher
+    from llmdistill.teachers.live import LoadedTeacher
 
-    teacher = LiveTeacher(model, model)
+    teacher = LoadedTeacher(model, model)
     return CalibrationSource(config=model.config, teacher=lambda: teacher, batches=lambda: (batches, held_out))
 
 

@@ -30,7 +30,7 @@ from llmdistill.errors import FieldError, UserError
 
 DEFAULT_RECIPE = "quickstart"
 """The recipe of a run that names none, and neither a teacher nor data of its own: the embedded example."""
-_OWN = ("teacher.model", "data.train", "data.kind", "data.task.name")
+_REPLACES_EXAMPLE = ("teacher.model", "data.train", "data.kind", "data.task.name")
 """Settings of a run that has no need of the embedded example, unless their values are embedded."""
 
 _COMMAND = "llmdistill train [--num_gpus N]"
@@ -113,7 +113,7 @@ def parse_run(
         raise UserError(f"--extends {flags.extends}: that is for recipes; give --recipe {flags.extends} instead")
     typed = overrides.given_flags(rest)
     name = flags.recipe
-    if name is None and all(str(typed.get(key, "embedded:")).startswith("embedded:") for key in _OWN):
+    if name is None and all(str(typed.get(key, "embedded:")).startswith("embedded:") for key in _REPLACES_EXAMPLE):
         name = DEFAULT_RECIPE
     parser = run_parser(methods)
     recipes = {} if name is None else read_layers(parser, recipe_path(name))

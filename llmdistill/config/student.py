@@ -219,7 +219,7 @@ class StudentConfig:
             return False
         return "important" in (self.init, self.teacher_layers)
 
-    def made_otherwise(self, *, model: str | None = None, shape: str | None = None) -> StudentConfig:
+    def without_factorization(self, *, model: str | None = None, shape: str | None = None) -> StudentConfig:
         """Return the settings for a student that is not factorized from the teacher: a model, or one of a shape."""
         factorize = replace(self.factorize, weighting="none", allocation="uniform")
         return replace(

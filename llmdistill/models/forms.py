@@ -17,9 +17,9 @@ from llmdistill.models.quantized import FewBits
 from llmdistill.models.student_form import SavedSize, StudentForm
 from llmdistill.plugins import load_plugins
 
-OWN: dict[str, StudentForm] = {"lora": Adapters(), "quantize": FewBits()}
+BUILT_IN: dict[str, StudentForm] = {"lora": Adapters(), "quantize": FewBits()}
 """Those of llmdistill, by their sections of settings: student.lora and student.quantize."""
-FORMS: dict[str, StudentForm] = dict(OWN)
+FORMS: dict[str, StudentForm] = dict(BUILT_IN)
 """All in the order in which they are added; those of other packages have their settings under student.forms."""
 
 
@@ -33,10 +33,10 @@ def chosen_forms(student: StudentConfig) -> list[tuple[StudentForm, Any]]:
     further: dict[str, dict[str, Any]] = {}
     for key, value in (student.forms or {}).items():
         name, _, setting = key.partition(".")  # of a command line, where student.forms.pruned.share is one setting
-        if name not in FORMS or name in OWN:
+        if name not in FORMS or name in BUILT_IN:
             raise UserError(
                 f"student.forms.{name}: no installed package has an entry point of this name in llmdistill.forms"
-                f"{did_you_mean(name, FORMS.keys() - OWN)}"
+                f"{did_you_mean(name, FORMS.keys() - BUILT_IN)}"
             )
         if not setting and not isinstance(value, dict | None):
             raise UserError(
@@ -45,7 +45,7 @@ def chosen_forms(student: StudentConfig) -> list[tuple[StudentForm, Any]]:
         further[name] = {**further.get(name, {}), **({setting: value} if setting else value or {})}
     chosen: dict[str, tuple[StudentForm, Any]] = {}
     for name, form in FORMS.items():
-        if name in OWN:
+        if name in BUILT_IN:
             key, settings = f"student.{name}", getattr(student, name)
         elif name in further:
             key = f"student.forms.{name}"
@@ -132,4 +132,4 @@ def remove_forms(model: PreTrainedModel) -> None:
         form.remove(model)
 
 
-FORMS |= load_plugins("llmdistill.forms", OWN)  # last, because the packages import the names above
+FORMS |= load_plugins("llmdistill.forms", BUILT_IN)  # last, because the packages import the names above

@@ -78,7 +78,7 @@ class LayerSearch(Study):
         """Return the trial that learns a layer's relations and the trial that scores its student; layers are from 1."""
         config, search = self.plan.config, self.plan.config.method_settings[self.name].search
         part = self.folder / f"layer-{layer}"
-        student = config.student.made_otherwise(model=str(part / "distil" / "student"))
+        student = config.student.without_factorization(model=str(part / "distil" / "student"))
 
         def trial(title: str, base: RunConfig, method: str, steps: int, name: str) -> Trial:
             # The run's own warm-up may be longer than these few steps.

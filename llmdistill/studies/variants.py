@@ -41,7 +41,7 @@ def _start(name: str, label: str, weighting: str, allocation: str) -> Start:
     return Start(name, label, {f"student.factorize.{key}": value for key, value in factorize.items()})
 
 
-OWN_START = Start("", "as the recipe says", {})
+START_OF_RECIPE = Start("", "as the recipe says", {})
 STARTS = {
     start.name: start
     for start in (
@@ -61,7 +61,7 @@ class Variant:
     label: str
     settings: Mapping[str, Any]
     grid: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    start: Start = OWN_START
+    start: Start = START_OF_RECIPE
 
     @property
     def key(self) -> str:

@@ -18,7 +18,7 @@ from llmdistill.runtime.ds_config import NO_TIMERS
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.lm_head import lm_head_parameters
 from llmdistill.step.tap_models import tap_teacher
-from llmdistill.teachers.source import LiveTeacher, ModelSource, TeacherPlan, TeacherRun
+from llmdistill.teachers.source import LoadedTeacher, ModelSource, TeacherPlan, TeacherRun
 
 
 def load_teacher(
@@ -28,7 +28,7 @@ def load_teacher(
     sharding: Literal["replicated", "node", "zero3"],
     zero: Mapping[str, Any] | None = None,
     head: HeadName = "lm_head",
-) -> LiveTeacher:
+) -> LoadedTeacher:
     """Load a teacher with a head; every rank must call this function.
 
     With sharding zero3 no rank ever holds the whole teacher, independent of the student's ZeRO stage. With node this is
@@ -40,7 +40,7 @@ def load_teacher(
     if sharding == "replicated" or (sharding == "node" and len(ranks) == 1):
         model = load_model(path, dtype=dtype, device=world.device, head=head)
         model.eval().requires_grad_(False)
-        return LiveTeacher(model, model)
+        return LoadedTeacher(model, model)
     import deepspeed
 
     ds_config = {
@@ -56,10 +56,10 @@ def load_teacher(
     engine, *_ = deepspeed.initialize(model=model, config=ds_config)
     engine.eval()
     keep_gathered(lm_head_parameters(engine.module))
-    return LiveTeacher(engine.module, engine)
+    return LoadedTeacher(engine.module, engine)
 
 
-def make_teacher(plan: TeacherPlan, *, head: HeadName | None = None, name: str = "") -> LiveTeacher:
+def make_teacher(plan: TeacherPlan, *, head: HeadName | None = None, name: str = "") -> LoadedTeacher:
     """Load a teacher of a run, by default with the head that the run needs; `name` is one of others."""
     head = plan.models.teacher_head if head is None else head
     teacher = plan.models.teachers[name]
@@ -83,9 +83,9 @@ class TeacherOnDemand:
     def __init__(self, plan: TeacherPlan) -> None:
         """Load nothing yet."""
         self._plan = plan
-        self._loaded: LiveTeacher | None = None
+        self._loaded: LoadedTeacher | None = None
 
-    def __call__(self, name: str = "") -> LiveTeacher:
+    def __call__(self, name: str = "") -> LoadedTeacher:
         """Return a loaded teacher; every rank must call it."""
         if name:  # only the steps run it, and they keep it
             return make_teacher(self._plan, name=name)

@@ -23,8 +23,8 @@ from llmdistill.teachers.rows import Request
 
 
 @dataclass(frozen=True)
-class LiveTeacher:
-    """A loaded teacher."""
+class LoadedTeacher:
+    """The model of a teacher, and how to run it."""
 
     model: PreTrainedModel
     forward: Callable[..., Any]
@@ -37,7 +37,7 @@ class LiveTeacher:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunTeacher:
+class ResolvedTeacher:
     """One of a run's teachers."""
 
     key: str
@@ -55,7 +55,7 @@ class TeacherModels(Protocol):
     @property
     def teacher_head(self) -> HeadName: ...
     @property
-    def teachers(self) -> Mapping[str, RunTeacher]: ...
+    def teachers(self) -> Mapping[str, ResolvedTeacher]: ...
     @property
     def vocabulary(self) -> int | None: ...
     @property
@@ -94,7 +94,7 @@ class TeacherRun:
 
     plan: TeacherPlan
     data: TaughtData
-    load: Callable[[str], LiveTeacher]
+    load: Callable[[str], LoadedTeacher]
     """Loads one of `models.teachers` by its name; every rank must call it."""
 
 

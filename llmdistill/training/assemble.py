@@ -32,7 +32,7 @@ from llmdistill.step.teacher import AsyncTeacher, RequestingLoader, Teacher
 from llmdistill.students.convert import compress_folder, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
-from llmdistill.teachers.source import LiveTeacher, TeacherRun
+from llmdistill.teachers.source import LoadedTeacher, TeacherRun
 from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.training.callbacks.best import BestStudent
 from llmdistill.training.plan import Plan
@@ -41,7 +41,7 @@ from llmdistill.training.trackers import check_access
 from llmdistill.training.trainer import Trainer
 
 
-def prepare_student(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> Path:
+def prepare_student(plan: Plan, teacher: Callable[[], LoadedTeacher], data: TaskData) -> Path:
     """Return the folder of the untrained student: `student.model`, or a student that is made from the teacher.
 
     The student is made once, by rank 0; a resumed run uses the same folder. What calibration data decide is measured on

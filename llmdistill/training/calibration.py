@@ -46,7 +46,7 @@ from llmdistill.students.svd import determine_vectors
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Models, TaskData
 from llmdistill.tasks.forward import scoring_forward
-from llmdistill.teachers.live import LiveTeacher
+from llmdistill.teachers.live import LoadedTeacher
 from llmdistill.training.inputs import data_file
 from llmdistill.training.plan import Plan
 from llmdistill.training.run_folder import task_reference
@@ -58,7 +58,7 @@ _UNDETERMINED = 1e-5
 """Embeddings in fp32 say nothing of a direction that is weaker than this share of the strongest."""
 
 
-def measure_weights(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> WeightedFactors | None:
+def measure_weights(plan: Plan, teacher: Callable[[], LoadedTeacher], data: TaskData) -> WeightedFactors | None:
     """Weigh the factorization of a run by its calibration data; None without a weighting. Every rank must call it.
 
     `teacher` loads the teacher with the head that its folder has. The run's own `data` are taken if the calibration
@@ -88,7 +88,7 @@ def measure_weights(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskDa
     return factors
 
 
-def measure_parts(plan: Plan, teacher: Callable[[], LiveTeacher], data: TaskData) -> Importance | None:
+def measure_parts(plan: Plan, teacher: Callable[[], LoadedTeacher], data: TaskData) -> Importance | None:
     """Measure which parts of the teacher a student takes; None if data choose none. Every rank must call it."""
     world = World.current()
     settings = plan.config.student
@@ -168,7 +168,7 @@ def measure_weights_on(
 
         source = CalibrationSource(
             config=model.config,
-            teacher=lambda: LiveTeacher(moved, moved),
+            teacher=lambda: LoadedTeacher(moved, moved),
             batches=cache(lambda: calibration_batches(config, models)),
             device=device,
             saved=_open_saved(config, content, model.dtype),

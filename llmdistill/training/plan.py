@@ -27,7 +27,7 @@ from llmdistill.runtime.launch import launched_ranks
 from llmdistill.students.sizes import build_planned
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Task
-from llmdistill.teachers.source import RunTeacher, TeacherSource
+from llmdistill.teachers.source import ResolvedTeacher, TeacherSource
 from llmdistill.teachers.sources import source_of
 from llmdistill.training.checks import check_plan
 from llmdistill.training.resolved import (
@@ -104,7 +104,7 @@ class Plan:
 class _Models(NamedTuple):
     """Teacher and student of a plan, from their configurations."""
 
-    teachers: dict[str, RunTeacher]
+    teachers: dict[str, ResolvedTeacher]
     teacher: PreTrainedConfig
     """Of `teacher.model`, or of the student in a run without a teacher."""
     student: PreTrainedConfig
@@ -279,7 +279,7 @@ def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
     settings = config.student
     train = with_values(config.train, settings.assistant_training, key="student.assistant_training")
     for number, shape in enumerate(settings.assistants, start=1):
-        student = settings.made_otherwise(shape=shape)
+        student = settings.without_factorization(shape=shape)
         folder = f"{config.output_dir}/assistant-{number}"
         configs.append(replace(config, student=student, train=train, output_dir=folder, resume="auto"))
     plans: list[Plan] = []

@@ -29,7 +29,7 @@ from llmdistill.students.kinds import KINDS
 from llmdistill.students.shapes import check_sizes, parse_shape, shape_config, teacher_layers
 from llmdistill.students.sizes import plan_embedding, summarize
 from llmdistill.tasks.base import Models, Task
-from llmdistill.teachers.source import RunTeacher
+from llmdistill.teachers.source import ResolvedTeacher
 
 Pending = Mapping[str, PreTrainedConfig]
 """The configurations of models that may not exist yet, by path."""
@@ -61,7 +61,7 @@ class RunModels(Models):
     """Whether teacher and student have different tokenizers, and the method compares the text that both read."""
     teacher_origin: str | None
     """How the weights of the teacher were made, if they are those of a GGUF file."""
-    teachers: Mapping[str, RunTeacher]
+    teachers: Mapping[str, ResolvedTeacher]
     """`teacher.model` under the name "", and the others if the method needs them."""
 
     @property
@@ -160,10 +160,10 @@ def has_copied_classifier(config: RunConfig, task: Task, teacher: PreTrainedConf
     )
 
 
-def teachers_of(config: RunConfig, dtype: str) -> dict[str, RunTeacher]:
+def teachers_of(config: RunConfig, dtype: str) -> dict[str, ResolvedTeacher]:
     """Return `teacher.model` under the name "" and all others; `dtype` is that of the run, fp32 or bf16."""
     return {
-        name: RunTeacher(
+        name: ResolvedTeacher(
             key=key_of(name),
             settings=own,
             path=locate(str(own.model)) if name else teacher_path(config),

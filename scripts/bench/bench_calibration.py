@@ -40,7 +40,7 @@ from llmdistill.students.start.moments import Moments
 from llmdistill.students.start.sampled import watch_reads
 from llmdistill.students.start.weighted import weighted_svd
 from llmdistill.students.svd import largest_rank
-from llmdistill.teachers.live import LiveTeacher
+from llmdistill.teachers.live import LoadedTeacher
 
 LLAMAS = {"1B": (16, 2048, 512, 8192), "8B": (32, 4096, 1024, 14336), "70B": (80, 8192, 1024, 28672)}
 """Layers, width, width of keys and values, feed-forward width of Llama-3.2-1B, Llama-3-8B and Llama-3-70B."""
@@ -127,7 +127,7 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     def weighed(model: Any, target: str) -> Any:
         source = weigh.CalibrationSource(
             config=model.config,
-            teacher=lambda: LiveTeacher(model, model),
+            teacher=lambda: LoadedTeacher(model, model),
             batches=lambda: (batches[: count // 8], batches[count // 8 :]),
         )
         calibration, gradients = CalibrationConfig(examples=count), {"weighting": "gradients", "allocation": "loss"}

@@ -57,7 +57,7 @@ from llmdistill.tasks import make_task
 from llmdistill.tasks.base import LoadedModel, Models
 from llmdistill.tasks.instruction_scores import score_sets
 from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
-from llmdistill.teachers.live import LiveTeacher
+from llmdistill.teachers.live import LoadedTeacher
 from llmdistill.training.calibration import calibration_batches
 
 STARTS = {
@@ -168,7 +168,7 @@ class Bench:
     def _source(self, kept: SavedFactors, batches: Sequence[Batch]) -> CalibrationSource:
         return CalibrationSource(
             config=self.model.config,
-            teacher=lambda: LiveTeacher(self.model, self.model),
+            teacher=lambda: LoadedTeacher(self.model, self.model),
             batches=lambda: (batches, self.held_out),
             saved=lambda: kept,
             say=print,

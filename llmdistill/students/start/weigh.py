@@ -25,7 +25,7 @@ from llmdistill.students.start.cuts import divergences
 from llmdistill.students.start.measure import Measurement, first_tokens
 from llmdistill.students.start.sampled import graph_tokens
 from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, allocate
-from llmdistill.teachers.live import LiveTeacher
+from llmdistill.teachers.live import LoadedTeacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class CalibrationSource:
 
     config: PreTrainedConfig
     """The config of the teacher."""
-    teacher: Callable[[], LiveTeacher]
+    teacher: Callable[[], LoadedTeacher]
     """Loads the teacher, or returns it if it is loaded."""
     batches: Callable[[], tuple[Sequence[Batch], Sequence[Batch]]]
     """Reads this rank's batches, and the held-out batches, which every rank has."""
