@@ -40,6 +40,6 @@ def source_of(teacher: TeacherConfig, *, translates: bool = False) -> TeacherSou
     return TranslatedSource(source) if translates else source
 
 
-# Last, because the packages import the names above. The teacher of teacher.url is called a server everywhere, so no
-# package may give another one that name.
+# Last, because the packages import the names above. "server" was the name of ServerSource in this table, before
+# teacher.url alone chose it; a package may not give it to something else.
 TEACHERS |= load_plugins("llmdistill.teachers", ("server",))
