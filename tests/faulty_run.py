@@ -17,7 +17,7 @@ from llmdistill.training import assemble, checkpoints, job, trainer
 
 PLACES = {
     "loading": (live, "load_model"),
-    "making": (assemble, "compress"),  # by rank 0 alone
+    "making": (assemble, "compress_folder"),  # by rank 0 alone
     "training": (trainer, "global_counts"),
     "rate": (trainer, "learning_rate"),  # of every step; the kind is the number
     "saving": (checkpoints, "save_file"),
