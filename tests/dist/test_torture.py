@@ -1,11 +1,13 @@
 """The quick form of scripts/torture.sh: some of its cases, and that it sees what it is there to see."""
 
+import importlib
 import shutil
 import subprocess
 from pathlib import Path
 
 import fuzz
 import pytest
+import torture_child
 from torture import page
 from torture_faults import kill, slots
 from torture_results import Case, counted, differences, left_behind
@@ -31,6 +33,12 @@ def test_every_phase_and_victim_has_its_turn():
     for phase in ("training", "saving"):
         found = {(each.ranks, each.victim) for each in every if each.phase == phase}
         assert found == {(1, "rank 0"), (2, "rank 0"), (2, "rank 1"), (2, "launcher")}
+
+
+def test_functions_whose_calls_begin_a_phase_exist():
+    for mark in torture_child.MARKS.values():
+        module, name = mark.split(":")
+        assert callable(getattr(importlib.import_module(module), name, None)), mark
 
 
 @pytest.mark.parametrize(
