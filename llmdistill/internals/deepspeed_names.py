@@ -64,12 +64,14 @@ def shard(parameter: Any) -> Shard:
     """Return this rank's part of a parameter at ZeRO-3: it is split over all ranks, and padded to equal shards."""
     size = parameter.ds_tensor.numel()
     start = size * dist.get_rank(parameter.ds_process_group)
+    # The number is 0 or less on a rank whose share is padding alone.
     return Shard(start, min(size, parameter.ds_numel - start))
 
 
 def before_writing(engine: Any) -> None:
     """Prepare the optimizer for new weights."""
     if engine.zero_optimization_stage() == 3:
+        # ZeRO-3 keeps small parameters whole on every rank: these copies go, and the epilogue gathers new ones.
         engine.optimizer.checkpoint_event_prologue()
 
 

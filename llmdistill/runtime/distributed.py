@@ -117,6 +117,7 @@ def init_distributed(command: str = "") -> World:
     # on the port of the environment itself.
     if launched_ranks() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_PORT"] = str(free_port())
+    # torch joins by these variables alone (env://), also a single process.
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
@@ -155,6 +156,7 @@ def node_ranks() -> list[int]:
 def node_group() -> Any:
     """Return a process group of the ranks of this node, of several; every rank must call this function."""
     assert _node is not None
+    # The first of two: the group of this rank, and those of all nodes.
     return dist.new_subgroups_by_enumeration(_node.nodes, timeout=COLLECTIVE_TIMEOUT)[0]
 
 
@@ -235,6 +237,7 @@ def on_main(job: Callable[[], Value]) -> Value:
             failure, error = _of_all_ranks(caught), caught
     value, failure = broadcast_object((value, failure))
     if failure is not None:
+        # On rank 0 a UserError is the copy that says `everywhere`; any other exception has its own traceback.
         raise failure if error is None or isinstance(failure, UserError) else error
     return cast(Value, value)
 

@@ -174,6 +174,7 @@ def monitor_of(engine: Any) -> Any:
 def learning_rate(settings: TrainConfig, step: int) -> float:
     """Return the learning rate of a step (0-based): linear warm-up, then the decay to the minimum at the last step."""
     if step < settings.warmup_steps:
+        # + 1, because a first step at a rate of 0 would be lost.
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.learning_rate
@@ -198,6 +199,7 @@ def _gather_state(engine: Any, *, only_trained: bool) -> dict[str, Tensor] | Non
             continue
         with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
             if world.is_main:
+                # A copy on a CPU too: after the block ZeRO-3 frees the whole parameter.
                 state[name] = parameter.detach().to("cpu", copy=True)
     if not world.is_main:
         return None

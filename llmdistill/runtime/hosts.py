@@ -73,6 +73,7 @@ def read_hosts(file: Path) -> list[str]:
 
 def _ask(host: str) -> str | None:
     """Return why a host does not answer to ssh; None if it does."""
+    # In batch mode ssh fails where it would ask for a password.
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_SECONDS}"]
     try:
         answer = subprocess.run(

@@ -238,6 +238,7 @@ def prepare_joining(gpus: int | None) -> None:
         import psutil
 
         own = [address for other in (master, _ELSEWHERE) if (address := _own_address(other)) is not None]
+        # A zone such as the %eth0 of fe80::1%eth0 is no part of the address.
         outside = next(
             (address for address in own if not ipaddress.ip_address(address.split("%")[0]).is_loopback), None
         )
@@ -252,6 +253,7 @@ def _own_address(other: str) -> str | None:
     family, kind, protocol, _, address = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         try:
+            # A datagram socket sends nothing here: the system only looks up the route.
             probe.connect(address)
         except OSError:
             return None
@@ -284,6 +286,7 @@ def joining(timeout: timedelta) -> Iterator[None]:
     except RuntimeError as error:
         from torch.distributed import DistError
 
+        # gloo has no exception of its own for ranks that cannot connect, only this name in the message.
         if not isinstance(error, DistError) and "connectFullMesh" not in str(error):
             raise
         if "EADDRINUSE" in str(error):

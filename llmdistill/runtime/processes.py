@@ -29,6 +29,7 @@ class NodeRanks:
         with suppress(OSError):  # containers on one host have numbers of processes of their own
             namespace = os.readlink("/proc/self/ns/pid")
         node = f"{socket.gethostname()} {namespace}"
+        # Every rank makes a file: which one is the first of its node is only known after the gather.
         own, name = tempfile.mkstemp(prefix="llmdistill-")
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (node, os.getpid(), name), group=group)
@@ -39,6 +40,7 @@ class NodeRanks:
         """The ranks of each node."""
         self._processes = {rank: everyone[rank][1] for rank in nodes[node] if rank != dist.get_rank()}
         self._words = os.open(everyone[nodes[node][0]][2], os.O_RDWR | os.O_APPEND)
+        # All ranks have opened the file of the first one before its name goes.
         dist.barrier(group=group)
         os.unlink(name)
         os.close(own)

@@ -71,6 +71,7 @@ def measure_speed(
     rng = np.random.default_rng(seed)
     tokens = [torch.from_numpy(rng.integers(high, size=(rows, length))) for rows in (1, batch_size)]
     batches: list[Inputs] = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens]
+    # Single sequences and whole batches take turns, so that noise reaches both.
     seconds_by_model = time_batches(
         models, dict.fromkeys(models, batches * (warmup + repeats)), warmup=len(batches) * warmup
     )
@@ -179,8 +180,8 @@ def measure_cpu() -> dict[str, Any]:
     values = {"left": left, "right": right, "numbers": numbers, "target": torch.empty_like(numbers)}
     return {
         "gpu_memory": f"{psutil.virtual_memory().available / 1e9:.1f}GB",
-        "tflops": 2e-12 * side**3 / seconds("left @ right"),
-        "memory_bandwidth": 1e-9 * 2 * numbers.nbytes / seconds("target.copy_(numbers)"),
+        "tflops": 2e-12 * side**3 / seconds("left @ right"),  # a product of n x n matrices takes 2 n³ FLOP
+        "memory_bandwidth": 1e-9 * 2 * numbers.nbytes / seconds("target.copy_(numbers)"),  # GB/s, read and written
         "cache_space": f"{shutil.disk_usage('.').free / 1e9:.1f}GB",
         "reserved": "1GB",  # Python with torch, transformers and DeepSpeed
     }

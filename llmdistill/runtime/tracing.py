@@ -50,6 +50,7 @@ class Work:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    # Scores and weighted values, at two FLOP for a multiplication with its addition.
     return 2.0 * query.shape[:3].numel() * key.shape[2] * (query.shape[3] + value.shape[3])
 
 

@@ -57,6 +57,7 @@ def fragments(engine: Any) -> list[Fragment]:
         kinds = {key for flat in flats for key, value in states.get(flat, {}).items() if _is_like(value, flat)}
         return [part for name, parameter in trained for part in _sharded(name, parameter, sorted(kinds))]
     if engine.zero_optimization_stage() > 0:
+        # A parameter group is one flat tensor at these stages.
         flats = [flat for (flat,) in stepped_tensors(engine)]
         return [part for name, parameter in trained for part in _partitioned(name, parameter, flats, states)]
     return [
@@ -100,6 +101,7 @@ def create_state(engine: Any) -> None:
                 lent.append(parameter)
             else:
                 parameter.grad.zero_()
+    # This counts as a step of Adam, until `set_counters` restores its counter.
     base.step()
     for parameter in lent:
         parameter.grad = None

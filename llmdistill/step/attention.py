@@ -114,6 +114,7 @@ def _tapping_attention(
     """
     sink = cast("Callable[[Tensor, Tensor, Tensor, float], None] | None", getattr(module, _SINK, None))
     if sink is not None:
+        # Without a factor of its own a model gets that of sdpa, D^-0.5.
         sink(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
     if sequences is not None:
         return packed_attention(module, query, key, value, sequences, scaling=scaling, **kwargs)

@@ -151,7 +151,7 @@ class TappedModel:
 
         def keep_inputs(head: HeadInputs) -> Tensor:
             head_inputs.append(head)
-            return head.rows
+            return head.rows  # the model returns it in place of the logits, and nobody reads it
 
         with (
             self._recorder.recording(mask=batch.mask),
@@ -190,6 +190,7 @@ class TappedModel:
         recording = self._recorder.recording(layers.compute_ready, mask=batch.mask)
         with recording, self._restrict_head(batch, head.positions, head), self._inputs(batch) as inputs:
             result = self._forward(**inputs)
+        # The terms have read the taps already; this raises an error if one has not come.
         self._recorder.pop_taps()
 
         # Terms of the LM head: with the shortcut the output in place of the logits is their total already.
@@ -211,6 +212,7 @@ class TappedModel:
             term.name: term.loss(outputs, terms.teacher, batch) for term in terms.sequence_terms
         }
         total = torch.stack([total, *(terms.factors[name] * loss.sum for name, loss in other_losses.items())]).sum()
+        # The log reads the sums after the backward pass, and must not hold the graph until then.
         return Losses(
             total, {name: LossSum(loss.sum.detach(), loss.count) for name, loss in (other_losses | head.sums).items()}
         )
@@ -248,7 +250,7 @@ class TappedModel:
                 inputs["attention_mask"] = batch.mask.dense()
             elif not causal and batch.padding != "none":  # without a mask attention runs on its flash kernel
                 real_BT = batch.attention_mask != 0
-                inputs["attention_mask"] = real_BT[:, None, None, :].expand(-1, 1, real_BT.shape[1], -1)
+                inputs["attention_mask"] = real_BT[:, None, None, :].expand(-1, 1, real_BT.shape[1], -1)  # (B, 1, T, T)
             inputs |= {"position_ids": batch.position_ids, "sequences": _find_sequences(batch, config)}
         masked = nullcontext() if self.makes_mask else self._recorder.given_mask()
         pooling = nullcontext() if self._pooler is None else self._pooler.pooling(batch.attention_mask)
@@ -262,6 +264,7 @@ class TappedModel:
         if not self.shortcut:
             return nullcontext()
         if not places:
+            # No term reads logits, so the head multiplies no row.
             return self._head.replaced(batch.rows_at("labels")[:0], None)
         # A position of two kinds has two rows: to find it again among the others the host would have to wait.
         return self._head.replaced(torch.cat([batch.rows_at(place) for place in places]), compute)
@@ -272,6 +275,7 @@ class TappedModel:
             return None, self._pooler.embeddings
         of_targets = None if self._task_head is None else self._task_head.output(result, batch)
         if of_targets is not None:
+            # The models with a head for pairs of segments beside the LM head name the logits of tokens so.
             return result.get("prediction_logits"), of_targets
         logits = result.get("logits", result.get("prediction_logits"))
         is_of_tokens = self.has_lm_head or (logits is not None and logits.dim() == 3)

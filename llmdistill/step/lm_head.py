@@ -27,6 +27,7 @@ class LMHead:
         self._last = _find_last_linear(model)
         if self._last is not None:
             config = model.config
+            # BERT's head begins with a dense layer before its last linear, which sees the chosen rows alone too.
             entry = model.get_submodule(family_of(config).lm_head) if has_family(config) else self._last
             self._handle = entry.register_forward_pre_hook(self._select_rows)
             # Set on the instance, so that the hooks of DeepSpeed and peft around the call remain.
@@ -76,6 +77,7 @@ class LMHead:
         if self._rows_N is None:
             return None
         hidden_BTW, *rest = args
+        # (1, N, W), because a head expects a batch.
         return (hidden_BTW.flatten(0, 1).index_select(0, self._rows_N)[None], *rest)
 
     def _forward(self, rows_1NK: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ def measure_own_loss(
     is_plain = False
     if len(outputs) == 1 and outputs[0].shape == logits.shape:
         of_product = loss(outputs[0])
+        # Some models cast the product to fp32 behind the linear, which is no other loss.
         is_plain = torch.equal(outputs[0], logits.to(outputs[0].dtype))
     with tapped.modes(shortcut=is_plain, makes_mask=tapped.makes_mask):
         if is_plain:
@@ -91,6 +92,7 @@ def measure_own_loss(
             ours = sums_of_head[0] if sums_of_head else ours
         else:  # nothing else differs if the mask is the model's own
             ours = own if tapped.makes_mask else loss(tapped.compute_own_logits(sample)[0])
+    # The last number counts the ranks on which the head is not plain.
     sums = torch.stack([own, ours, of_product, own.new_tensor(len(labels_N)), own.new_tensor(not is_plain)])
     reduce(sums)
     # The sums were reduced over the ranks, so that all ranks compare the same numbers.

@@ -108,6 +108,7 @@ def _attend_by_sequence(
     parts = zip(*(states.transpose(1, 2).flatten(0, 1).split(sizes) for states in (query, key, value)), strict=True)
     outputs = []
     for (length, count), part in zip(groups, parts, strict=True):
+        # Each part is (count, H or G, length, D).
         query_part, key_part, value_part = (states.unflatten(0, (count, length)).transpose(1, 2) for states in part)
         mask = None
         # No shorter sequence reaches past the window, and without a mask sdpa picks its flash kernel.
@@ -116,5 +117,5 @@ def _attend_by_sequence(
             distance = position[:, None] - position
             mask = (distance >= 0) & (distance < window)
         output, _ = sdpa_attention_forward(module, query_part, key_part, value_part, mask, **kwargs)
-        outputs.append(output.flatten(0, 1))
+        outputs.append(output.flatten(0, 1))  # (count·length, H, D)
     return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2]))

@@ -50,6 +50,7 @@ class _Graded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, _begin: Tensor, receive: Callable[[Tensor], None] | None) -> Tensor:
         ctx.receive = receive
+        # An input that is returned as it is becomes a view, which must not be changed in place.
         return output.detach()
 
     @staticmethod

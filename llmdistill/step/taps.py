@@ -225,6 +225,7 @@ class Recorder:
             recording=self._recording,
             taps=None if self._recording is None else Taps(mask=self._recording.mask),
         )
+        # An exception within `collect` leaves it set.
         self._collected = None
 
     def _end_pass(self, *_: object) -> None:
@@ -243,6 +244,7 @@ class Recorder:
             # DeBERTa may project its distances by the same matrices, after tokens
             if forward is not None and (aspect, layer) in forward.arrived:
                 return
+            # (B, T, H·D) to (B, H, T, D)
             tensor = tensor.unflatten(-1, (-1, shape_of(self.model.config).head_dim)).transpose(1, 2)
         if tensor.dim() == 2 and forward is not None and forward.rows is not None:  # OPT flattens batch and tokens
             tensor = tensor.unflatten(0, forward.rows)

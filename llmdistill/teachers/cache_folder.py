@@ -55,6 +55,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], metada
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.part")
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part, metadata=dict(metadata))
+    # Before the name is given, so that whoever sees the file may read it.
     apply_umask(part)
     entry = file_entry(part)
     os.replace(part, file)
@@ -135,6 +136,7 @@ class CacheFolder:
         """
         wanted = np.asarray(ids, dtype=np.int64)
         sorted_ids, shard_places, _ = self._index
+        # An id above all others has the place behind the end, where there is nothing to compare.
         order = np.searchsorted(sorted_ids, wanted).clip(max=max(0, len(sorted_ids) - 1))
         known = sorted_ids[order] == wanted
         if not known.all():
@@ -213,7 +215,7 @@ def _read_shard(file: Path) -> Iterator[Any]:
     try:
         with _open_shard(file) as opened:
             yield opened
-    except UserError:
+    except UserError:  # a ValueError too, but it has its sentence already
         raise
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _no_shard(file, error) from error

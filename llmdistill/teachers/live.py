@@ -44,12 +44,15 @@ def load_teacher(
     import deepspeed
 
     ds_config = {
+        # DeepSpeed wants the sizes of batches, though a teacher has no steps.
         "train_batch_size": world.size,
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": dtype == torch.bfloat16},
+        # The stage comes last: the settings must not take the shards away.
         "zero_optimization": {**(zero or {}), "stage": 3},
         **NO_TIMERS,
     }
+    # None is the group of all ranks.
     group = node_group() if len(ranks) < world.size else None
     model = load_sharded(path, sharding=Sharding(ds_config, group), dtype=dtype, head=head)
     model.eval().requires_grad_(False)

@@ -60,7 +60,9 @@ class TeacherServer:
                 f"{self._server.name}: it serves {', '.join(models) or 'no model'}, and teacher.model is "
                 f"{self._model}: serve that one, or add `--served-model-name {self._model}` if it is the same"
             )
+        # A token is generated behind the longest text, see `ask`.
         self._server.check_room(models[self._model], longest + 1)
+        # The last token of the vocabulary: a model with fewer tokens refuses it.
         self.score([[self._vocabulary - 1]])
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[TopK]:
@@ -82,7 +84,7 @@ class TeacherServer:
             "temperature": 1.0,
             "prompt_logprobs": self._k,
             "logprobs": self._k,
-            "return_tokens_as_token_ids": True,
+            "return_tokens_as_token_ids": True,  # as `token_id:N`, because two tokens may have the same text
         }
         return self._server.complete(
             body,
@@ -94,6 +96,7 @@ class TeacherServer:
     def _top_k(self, ids: list[int], answer: Any) -> TopK:
         try:
             choice = answer["choices"][0]
+            # The first token of a prompt is predicted by none, so its entry is null.
             entries = [
                 {int(token): each["logprob"] for token, each in row.items()} for row in choice["prompt_logprobs"][1:]
             ]

@@ -132,6 +132,7 @@ def to_rows(
 
 def top_rows(top: TopK, place: Positions) -> dict[str, Tensor]:
     """Return the rows of the most likely tokens at positions of one kind."""
+    # Half the bytes of int64 on the disk.
     rows = {f"{place}.top": top.tokens.int(), f"{place}.log_probs": top.log_probs}
     return rows | {f"{place}.tail.{temperature}": mass for temperature, mass in top.rest.items()}
 

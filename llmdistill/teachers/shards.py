@@ -74,6 +74,7 @@ def plan_shards(ids: np.ndarray, lengths: np.ndarray, settings: CacheConfig) -> 
     unique = {sample: index for index, sample in enumerate(ids.tolist())}  # equal examples have equal outputs
     ordered, size = sorted(unique.values(), key=lambda index: int(lengths[index])), settings.micro_batch_size
     shards: list[Shard] = []
+    # As if a shard were full: the first batch then begins one.
     tokens = settings.shard_tokens
     for batch in (ordered[start : start + size] for start in range(0, len(ordered), size)):
         if tokens >= settings.shard_tokens:
@@ -92,6 +93,7 @@ def claim(job: Job) -> list[int]:
     if request is None and job.folder.exists() and not (job.folder.is_dir() and is_unused(job.folder)):
         raise UserError(f"--output {job.folder}: the folder is not empty and holds no teacher's cache; {remedy}")
     subject = f"--output {job.folder}: it holds another cache"
+    # cache.json has the sizes of the files too, which are not part of the request.
     old = None if request is None else {key: request.get(key) for key in job.record}
     compare_records(old, job.record, subject=subject, remedy=remedy)
     if finished is None:

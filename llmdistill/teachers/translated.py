@@ -136,6 +136,7 @@ class Translation:
         spans, student_spans = again[spans][: self._longest], again[student_spans]
 
         last_theirs, last_ours = np.zeros(int(compared.sum()), np.int64), np.zeros(int(compared.sum()), np.int64)
+        # Of several tokens in a span the last one stays, but only spans of one token become pairs.
         last_theirs[spans[spans >= 0]] = theirs[spans >= 0]
         last_ours[student_spans[student_spans >= 0]] = ids[student_spans >= 0]
         known = np.array([self._shared.get(index, -1) for index in last_ours.tolist()], np.int64)
