@@ -64,6 +64,7 @@ def search(
         The tokens of each text; the end token is the last one unless the text was cut.
     """
     beams, alpha, device = settings.beams, settings.length_penalty, forbidden.device
+    # The row of the first beam of each source in (N, ...).
     first_B1 = torch.arange(batch_size, device=device)[:, None] * beams
     live_BK = torch.full((batch_size, beams), -torch.inf, device=device)
     live_BK[:, 0] = 0.0  # all beams are equal at first, so only one of them counts
@@ -90,6 +91,7 @@ def search(
         for b in (top_B > best_B).nonzero()[:, 0].tolist():
             texts[b] = [*tokens_NT[b * beams + parent_BC[b, where_B[b]]].tolist(), end]
         best_B = torch.maximum(best_B, top_B)
+        # At most K of the 2 K candidates are ends, so K beams go on.
         live_BK, chosen_BK = scores_BC.masked_fill(is_end_BC, -torch.inf).topk(beams)
         parents_N = (first_B1 + parent_BC.gather(1, chosen_BK)).flatten()
         tokens_NT = torch.cat([tokens_NT[parents_N], token_BC.gather(1, chosen_BK).reshape(-1, 1)], dim=1)
@@ -122,6 +124,7 @@ class MaskedSteps:
             torch.arange(width, device=model.device).expand(batch, -1),
             segment=0,
         )
+        # The source is computed once, and its keys and values are copied for its beams.
         self._cache.batch_repeat_interleave(beams)
         self._real_NS = real_BS.repeat_interleave(beams, dim=0)
         self._lengths_N1 = self._real_NS.sum(1, keepdim=True)
@@ -138,11 +141,12 @@ class MaskedSteps:
             self._cache.reorder_cache(cast(torch.LongTensor, parents_N))
             tokens_NQ = torch.stack([newest_N, mask_N], dim=1)
         count = tokens_NQ.shape[1]
+        # The mask stands at the place of the token that it predicts.
         place_Q = self._written + torch.arange(count, device=tokens_NQ.device)
         before_QT = torch.arange(self._written + count, device=tokens_NQ.device) <= place_Q[:, None]
         seen_NQT = torch.cat([self._real_NS[:, None].expand(-1, count, -1), before_QT.expand(rows, -1, -1)], dim=2)
         result = self._run_model(self._model, tokens_NQ, seen_NQT[:, None], self._lengths_N1 + place_Q, segment=1)
-        self._written += count - 1
+        self._written += count - 1  # without the mask, which the next step crops
         logits_NV = result.logits[:, -1]
         return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).log_softmax(-1)
 
@@ -182,6 +186,7 @@ def write_targets(
     is_forbidden[list(marks.unwritten)] = True
 
     def all_ranks_done(done: bool) -> bool:
+        # Sharded weights are gathered by all ranks, so that none may stop before the others.
         return largest_number(int(not done)) == 0
 
     answers: dict[int, list[int]] = {}

@@ -86,7 +86,7 @@ class HuggingFaceEngine:
             num_beams=1,
             no_repeat_ngram_size=settings.no_repeat_ngram_size,
             eos_token_id=answer_ends(tokenizer, model.generation_config),
-            pad_token_id=tokenizer.eos_token_id if pad is None else pad,
+            pad_token_id=tokenizer.eos_token_id if pad is None else pad,  # padding is masked, so any token will do
             use_cache=True,
             do_sample=settings.sample,
             **sampling,
@@ -95,6 +95,7 @@ class HuggingFaceEngine:
     def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
         """See Engine. The global random state, the model's mode and its generation settings are restored."""
         device = self._model.device
+        # By default fork_rng saves the states of all GPUs, also those of other ranks.
         forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         with inference(self._model, self._arguments), forked:
             torch.manual_seed(seeds[0])
@@ -212,6 +213,7 @@ def new_tokens(
     noise: is added to the logits of each next token before the largest is taken.
     """
     width = max(map(len, prompt_ids))
+    # Padding on the left, so that the new tokens of all rows begin at the same place.
     input_ids = torch.tensor([[arguments.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
     attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])
     sequences = model.generate(  # type: ignore[operator]  # a mixin types it as Tensor | Module

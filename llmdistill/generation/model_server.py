@@ -38,6 +38,7 @@ class ModelServer:
         """
         self.name = f"{key} {url}"
         """What a message begins with."""
+        # Some paths, such as /collective_rpc, are outside of /v1.
         self._base = url.rstrip("/").removesuffix("/v1")
         self._wait = wait
         self._threads = ThreadPoolExecutor(requests, "server")

@@ -111,6 +111,7 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
 def append_batch(output: Path, rank: int, number: int, answers: Answers) -> None:
     """Append a finished batch to the file of this rank."""
     with (parts_folder(output) / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
+        # One line at a time: whoever reads it sees whole batches, except for an interrupted last one.
         file.write(json.dumps({"batch": number, "rows": answers}, separators=(",", ":")) + "\n")
 
 

@@ -17,6 +17,7 @@ from llmdistill.data.instruct import NO_LIMIT, Limits, encode
 from llmdistill.data.prompts import CHAT, as_chat
 from llmdistill.errors import UserError
 
+# A row is compared with the tokens as a whole, so no limit may cut it.
 _WHOLE = Limits(max_prompt_length=NO_LIMIT - 1, max_length=NO_LIMIT, prompt=CHAT, turns="last")
 
 

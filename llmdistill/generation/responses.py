@@ -102,7 +102,7 @@ def generate_responses(
             there = f"{len(done)} of {len(job.batches)} batches are there already, in {parts_folder(output)}"
             say(f"{there}; going on.", aside=True)
         _answer(job, left)
-        barrier()
+        barrier()  # rank 0 reads the files of all ranks
         on_main(lambda: _finish(job, request))
     record = on_main(lambda: response_file.read_provenance(output))
     assert record is not None, "the answers have just been written"
@@ -156,6 +156,7 @@ def _claim(job: _Job) -> tuple[dict[str, Any], bool, set[int]]:
 
 def _answer(job: _Job, left: list[int]) -> None:
     """Generate this rank's share of the remaining batches."""
+    # In turn, because batches are sorted by length: neighbors take about the same time.
     share = left[World.current().rank :: World.current().size]
     if not share:
         return
@@ -218,5 +219,6 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
         "versions": installed_versions(("llmdistill", "torch", "transformers", "vllm")),
         "output_sha256": file_sha256(job.output),
     }
+    # The record comes after the file whose sha256 it has, and the parts stay until both are there.
     write_json(provenance_file(job.output), record)
     shutil.rmtree(parts_folder(job.output), ignore_errors=True)

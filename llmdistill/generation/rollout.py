@@ -135,4 +135,5 @@ class RowNoise(LogitsProcessor):
         )
         # torch.rand may return 0, whose logarithm is -inf; both logarithms need an argument over 0.
         tiny = torch.finfo(torch.float32).tiny
+        # Gumbel noise is -log(-log u).
         return scores.float() - (-uniform_BV.clamp_min(tiny).log()).clamp_min(tiny).log()

@@ -94,8 +94,9 @@ class RolloutServer:
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "stop_token_ids": self._ends,
+            # The ends are those of `stop_token_ids`, and not of the served folder.
             "ignore_eos": True,
-            "logprobs": 0,
+            "logprobs": 0,  # of the sampled token, without alternatives
             "return_token_ids": True,
         }
         what, remedy = f"a prompt of {len(prompt.ids)} tokens", "serve the untrained student of this run"
@@ -141,7 +142,9 @@ class ServerWriter:
         self._period = step // self.every
         while True:
             futures = [[self.server.ask(prompt) for prompt in prompts] for prompts in micro_batches]
+            # A UserError of one rank stops all of them.
             written = on_every(partial(_collect, futures))
+            # After the answers: a server that was restarted in between has lost its stamp.
             stamp = on_main(self.server.stamp)
             if stamp == self._stamp:
                 return written

@@ -86,9 +86,9 @@ class VllmEngine:
         assert settings.no_repeat_ngram_size == 0
         self._sampling_params = vllm.SamplingParams
         self._common = {
-            "temperature": settings.temperature if settings.sample else 0.0,
+            "temperature": settings.temperature if settings.sample else 0.0,  # 0 is greedy
             "top_p": settings.top_p if settings.sample else 1.0,
-            "top_k": (settings.top_k or -1) if settings.sample else -1,
+            "top_k": (settings.top_k or -1) if settings.sample else -1,  # vLLM switches it off by -1, transformers by 0
             "max_tokens": settings.max_new_tokens,
             # These stop an answer, instead of the end tokens that vLLM reads from the model's folder.
             "stop_token_ids": list(ends),
@@ -123,7 +123,8 @@ class VllmScorer:
         self._params = vllm.SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=k, logprobs=k, ignore_eos=True, detokenize=False
         )
-        # Cached prefixes have no log-probabilities.
+        # One more token for the one that is generated. By default vLLM gives at most 20 log-probabilities, and cached
+        # prefixes have none.
         self._llm = _load_llm(
             model, dtype, max_length=max_length + 1, seed=0, max_logprobs=k, enable_prefix_caching=False
         )
@@ -167,6 +168,7 @@ def to_top_k(entries: Sequence[Mapping[int, float]], k: int) -> TopK | None:
     values, ids = np.full(is_filled.shape, -np.inf), np.full(is_filled.shape, -1)
     values[is_filled] = [value for entry in entries for value in entry.values()]
     ids[is_filled] = [token for entry in entries for token in entry]
+    # By value, and tokens of equal value by id, whatever their order in the entry.
     order = np.lexsort((ids, values))[:, ::-1][:, :k]
     log_probs = torch.from_numpy(np.take_along_axis(values, order, axis=1))
     tokens = torch.from_numpy(np.take_along_axis(ids, order, axis=1))
@@ -194,6 +196,7 @@ def _load_llm(model: str | Path, dtype: torch.dtype, *, max_length: int, seed: i
 def tensor_parallel_size(config: PreTrainedConfig, gpus: int) -> int:
     """Return the number of GPUs over which a model's heads can be split evenly (vLLM's tensor parallelism)."""
     head_counts = [count or 1 for count in layer_values(config, "num_attention_heads")]
+    # Without grouped-query attention each head has keys and values of its own.
     group_counts = [count for count in layer_values(config, "num_key_value_heads") if count] or head_counts
     # vLLM copies key-value heads where there are fewer of them than GPUs.
     fitting = [

@@ -21,6 +21,7 @@ def top_tokens(teacher: TeacherRows, k: int, vocabulary: int | None) -> Tensor |
     if isinstance(teacher, HeadInputs):
         parts = [exact_logits(teacher, here) for here in _split_rows(teacher)]
     else:
+        # Before teachers are averaged, so that logits of padded vocabularies take no probability.
         rows = teacher.cut(vocabulary)
         parts = [rows.logits_at(slice(start, start + _CHUNK)) for start in range(0, rows.num_rows, _CHUNK)]
     return torch.cat([part_nV[:, :vocabulary].topk(k).indices for part_nV in parts])
@@ -31,6 +32,7 @@ def count_shared(student: HeadInputs, teacher_Nk: Tensor, vocabulary: int | None
     k, count = teacher_Nk.shape[1], teacher_Nk.new_zeros(())
     for here in _split_rows(student):
         own_nk = exact_logits(student, here)[:, :vocabulary].topk(k).indices
+        # (n, k, k): each of the student's tokens against each of the teacher's.
         count += (own_nk[:, :, None] == teacher_Nk[here, None, :]).sum()
     return count
 

@@ -108,6 +108,7 @@ def divergence_by_autograd(value: Callable[[Tensor, Tensor], Tensor]) -> Diverge
     def derivative(log_p: Tensor, log_q: Tensor) -> Tensor:
         import torch
 
+        # The fused head calls this within no_grad.
         with torch.enable_grad():
             variable = log_q.detach().requires_grad_()
             return torch.autograd.grad(checked(log_p, variable).sum(), variable)[0]
@@ -134,6 +135,7 @@ def log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
 def _policy_gradient(log_p: Tensor, log_q: Tensor) -> Tensor:
     import torch
 
+    # (N, 2): the label, and all other tokens, on whose probability the estimate does not depend.
     return torch.stack([log_ratio(log_p, log_q), torch.zeros_like(log_q[:, 0])], dim=1)
 
 

@@ -90,6 +90,7 @@ def squared_error(
         total = torch.linalg.vecdot(error, error).sum() / count
     else:
         square = torch.where(real, teacher.to(dtype), 0.0).square().mean(features, keepdim=True)
+        # (B, 1, T, 1) with heads, (B, T, 1) without
         weight = 1 / (square.clamp_min(min_square) * count)
         total = (error.square().sum(features, keepdim=True) * weight).sum()
     return total, error.mul_(2 * weight).to(student.dtype) if with_gradient else None

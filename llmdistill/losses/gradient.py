@@ -28,6 +28,7 @@ class _KnownGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        # Gradients are on during a backward pass only with create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError("losses on attention and inner matrices have no second derivative (create_graph=True)")
         (of_total,) = incoming

@@ -70,6 +70,7 @@ def token_losses(
     Raises:
         RuntimeError: in a second backward pass, or in a backward pass with create_graph=True.
     """
+    # Before no_grad, within which is_grad_enabled is False.
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in student]
     if all(term.divergence is None for term in terms):
         teacher = None
@@ -91,6 +92,7 @@ def token_losses(
             buffer = teacher_head.rows.new_empty(half, _vocabulary_size(teacher_head))
             teacher_at = partial(_compute_logits, teacher_head, buffer=buffer)
         elif isinstance(teacher, OtherTokens):
+            # `vocabulary` counts tokens of the student; this teacher has other ones.
             other_tokens = teacher._replace(head=cut(teacher.head, None))
             teacher_at = SpanRows.of(head, other_tokens, labels_N, terms, exact).at
         elif isinstance(teacher, TopK):
@@ -136,6 +138,7 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         (of_total,) = incoming
+        # Gradients are on during a backward pass only with create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError("the losses on tokens cannot be differentiated twice (create_graph=True)")
         if ctx.gradients is None:
@@ -167,6 +170,7 @@ class _Gradients:
         )  # logits beyond the vocabulary get none
         rows = empty(head_inputs.rows, dtype=dtype) if needs[0] else None
         weight = (
+            # Summed over all chunks in at least fp32, and rounded once.
             None if head_inputs.weight is None or not needs[1] else torch.empty_like(head_inputs.weight, dtype=exact)
         )
         bias = None if head_inputs.bias is None or not needs[2] else torch.zeros_like(head_inputs.bias, dtype=exact)
@@ -197,6 +201,7 @@ class _Gradients:
         if self.empty and self.weight is not None:
             self.weight.zero_()
         gradients = [self.rows, self.weight, self.bias]
+        # Without a reference here, autograd may take a gradient as it is (see `forward`).
         self.rows = self.weight = self.bias = None
         if scale.device.type != "cpu" or scale != 1:  # usually 1; on CUDA the host would wait to compare
             gradients = [None if x is None else x.mul_(scale) for x in gradients]

@@ -63,6 +63,7 @@ class SpanRows:
             pulls[inside] = derivative_S[teacher.student_spans[inside]].to(dtype)
             first = teacher.starts >= 0
             values[first] = loss_S[teacher.student_spans[first]].to(dtype)
+        # The size of a vocabulary is the width of the logits, without a weight the rows themselves.
         ours, theirs = (
             _Classes.of(ids, (head.rows if head.weight is None else head.weight.T).shape[1])
             for ids, head in zip(teacher.shared, (student, teacher.head), strict=True)
@@ -79,8 +80,10 @@ def likelihood_loss(log_p_S: Tensor, log_q_S: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss `alm` of spans from log-likelihoods in teacher and student, and its derivative by the latter."""
     # For a span of probability 1 the logarithm of 1 - p would be infinite.
     log_p, log_q = (log_likelihood.double().clamp(max=-1e-6) for log_likelihood in (log_p_S, log_q_S))
+    # 1 - p^(1/τ), by expm1 because p^(1/τ) is close to 1.
     rest_p, rest_q = (-torch.expm1(log_likelihood / TAU) for log_likelihood in (log_p, log_q))
     loss_S = (log_p / TAU).exp() * (log_p - log_q) + TAU * rest_p * (rest_p / rest_q).log()
+    # ∂/∂log q = (q' - p') / (1 - q') with p' = p^(1/τ), q' = q^(1/τ).
     return loss_S, (rest_p - rest_q) / rest_q
 
 
@@ -137,6 +140,7 @@ def _compare_pairs(logits_NV: Tensor, teacher: SpanRows, term: TokenTerm) -> tup
     value = term.scale * term.divergence.value(log_p_nC, log_q_nC).sum()
     of_class = term.divergence.derivative(log_p_nC, log_q_nC).masked_fill(merged_nC < LOG_FLOOR, 0.0)
     derivative_nV = ours.spread(of_class, log_q_nV, log_q_nC)
+    # From log q to the logits: the derivative of the softmax.
     derivative_nV -= log_q_nV.exp() * derivative_nV.sum(-1, keepdim=True)
     return rows_n, value, derivative_nV * (term.scale / t)
 
@@ -180,6 +184,7 @@ class _Classes:
 def _compare_likelihoods(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
     """Compare rows within spans by the likelihood of the spans; results as in `_compare_pairs`."""
     rows_n = (teacher.pulls != 0).nonzero()[:, 0]
+    # ∂log q_label/∂z = one-hot label - q
     derivative_nV = logits_NV[rows_n].softmax(-1).mul_(-teacher.pulls[rows_n, None])
     derivative_nV[torch.arange(len(rows_n)), teacher.labels[rows_n]] += teacher.pulls[rows_n]
     return rows_n, teacher.values.sum(), derivative_nV
@@ -196,5 +201,6 @@ def _compare_sorted(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> t
     gap_nV = sorted_q_nV - functional.pad(sorted_p_nV, (0, missing))[:, : q_nV.shape[1]]
     # Tokens of the teacher beyond the student's number of tokens meet zeros.
     beyond = sorted_p_nV[:, q_nV.shape[1] :].sum()
+    # Back from the sorted order to that of the vocabulary.
     sign_nV = torch.zeros_like(q_nV).scatter_(1, order_nV, gap_nV.sign())
     return rows_n, gap_nV.abs().sum() + beyond, q_nV * (sign_nV - (q_nV * sign_nV).sum(-1, keepdim=True))

@@ -25,6 +25,7 @@ def sequence_cross_entropy(logits: Tensor, targets: Tensor) -> LossSum:
     A sequence has all of its K targets, or none.
     """
     assert logits.shape[:-1] == targets.shape, f"{tuple(logits.shape)}, {tuple(targets.shape)}"
+    # One of the K targets tells of all.
     has_target = targets.flatten(1)[:, 0] != IGNORE_INDEX if targets.dim() > 1 else targets != IGNORE_INDEX
     loss = functional.cross_entropy(
         _clear_unknown(logits, has_target).flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
@@ -116,6 +117,7 @@ def sequence_margin_mse(student: Tensor, teacher: Tensor, place: Tensor) -> Loss
 def _compute_margins(embeddings_BW: Tensor, is_positive_B: Tensor) -> Tensor:
     """Return the margins at the positives, and 0 elsewhere, where the neighbors are no triple."""
     embeddings_BW = embeddings_BW.to(torch.promote_types(embeddings_BW.dtype, torch.float32))
+    # A positive stands between its query (the row before) and its negative (the row after).
     query_BW, negative_BW = embeddings_BW.roll(1, 0), embeddings_BW.roll(-1, 0)
     difference_BW = torch.where(is_positive_B[:, None], embeddings_BW - negative_BW, 0.0)
     return (torch.where(is_positive_B[:, None], query_BW, 0.0) * difference_BW).sum(-1)

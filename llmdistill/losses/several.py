@@ -55,12 +55,14 @@ class SeveralHeads(NamedTuple):
                 first, end = np.searchsorted(places_n, [here.start, here.stop]).tolist()
                 parts.append(exact_logits(head, slice(first, end)))
                 order.append(places_n[first:end] - here.start)
+            # The parts stand teacher by teacher; this is the order of the positions.
             rows_n = torch.from_numpy(np.argsort(np.concatenate(order))).to(parts[0].device)
             return torch.cat(parts).index_select(0, rows_n)
         average_nV: Tensor | None = None
         for head, weight in zip(self.heads, self.weights, strict=True):
             log_p_nV = exact_logits(head, here).log_softmax(-1)
             if self.average == "probabilities":
+                # log Σ w p, one teacher after the other: only two tensors of logits exist at a time.
                 weighted_nV = log_p_nV.add_(math.log(weight))
                 if average_nV is not None:
                     torch.logaddexp(average_nV, weighted_nV, out=weighted_nV)

@@ -30,6 +30,7 @@ def most_likely(logits_NV: Tensor, k: int, temperatures: Sequence[float]) -> Top
     exact = torch.promote_types(logits_NV.dtype, torch.float32)
     log_p_NV = logits_NV.to(exact).log_softmax(-1)
     log_p_Nk, tokens_Nk = log_p_NV.topk(k, dim=-1)
+    # In place: topk has copied these values, and N x V is large.
     rest_NV = log_p_NV.scatter_(1, tokens_Nk, float("-inf"))
     return TopK(tokens_Nk, log_p_Nk, {t: (rest_NV / t).logsumexp(-1) for t in temperatures})
 

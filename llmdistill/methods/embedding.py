@@ -66,6 +66,7 @@ def build_embedding(
             losses.sequence_embedding_cosine, Batch.has_target, mapped="sentence" in projections
         ),
         "mse": _compare_embeddings(losses.sequence_embedding_mse, Batch.has_target, mapped="sentence" in projections),
+        # Margins are numbers, so embeddings of any two widths can be compared without a matrix.
         "margin": _compare_embeddings(losses.sequence_margin_mse, attrgetter("targets")),
     }
     weights = {name: getattr(settings, name) for name in measures if getattr(settings, name) > 0}

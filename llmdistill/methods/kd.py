@@ -15,6 +15,7 @@ from llmdistill.methods.output import SoftPositions, divergence_terms, label_ter
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.step.method import Method
 
+# At 0 or 1 the mixture is one of the two models, and the divergence is 0 or a plain KL.
 _MIXED = takes(lambda value: 0 < value < 1, "give a number between 0 and 1, both excluded")
 _RATIO = takes(lambda value: 0 < value <= 1, "give a number over 0 and up to 1 (method sft has no teacher)")
 

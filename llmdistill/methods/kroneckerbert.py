@@ -82,7 +82,7 @@ def build_kroneckerbert(
     check_scores(settings.attention, teacher, student, method="kroneckerbert")
     causal = family_of(student).causal
     inner = [
-        mse_term("embedding", LayerPair(0, 0, None), scale=settings.scale),
+        mse_term("embedding", LayerPair(0, 0, None), scale=settings.scale),  # tapped as the input of layer 0
         *(attention_term(pair, losses.attention_score_mse, causal=causal) for pair in pairs),
         *(mse_term(_FFN_OUTPUTS[settings.ffn_output], pair, scale=settings.scale, name="ffn") for pair in pairs),
     ]

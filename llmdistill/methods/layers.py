@@ -51,7 +51,7 @@ def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
                 f"{key} is {spec!r}: the model has {num_layers} layers; give lower, upper, all, none, or layers from 1 "
                 f"to {num_layers} such as 1-3,6"
             )
-        layers.update(range(low - 1, high))
+        layers.update(range(low - 1, high))  # counted from 1 to the user, from 0 here
     return tuple(sorted(layers))
 
 
@@ -135,7 +135,7 @@ def pair_last_or_mapped(
         raise UserError(
             f"{method}.teacher_layer is {layer}: the teacher has {depths[1]} layers; give one from 1 to {depths[1]}"
         )
-    numbers = [(depths[0] - 1, number - 1)]
+    numbers = [(depths[0] - 1, number - 1)]  # MiniLM §3: the student's last layer alone learns
     if spec is not None:
         numbers = map_layers(spec, teacher, student, key=f"{method}.teacher_layers")
     return pair_layers(numbers, teacher, student, method=method)
@@ -266,6 +266,7 @@ def mse_term(
         student_features = (student.projected[aspect] if mapped else getattr(student, aspect))[pair.student]
         teacher_features = getattr(teacher, aspect)[pair.teacher]
         if heads_differ:
+            # (B, G, T, D) of both models to (B, T, G·D); a mapped student is already as wide as the teacher.
             teacher_features = losses.side_by_side(teacher_features)
             student_features = student_features if mapped else losses.side_by_side(student_features)
         return losses.matrix_mse(student_features, teacher_features, mask, normalize=scale == "token")

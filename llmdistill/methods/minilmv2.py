@@ -115,6 +115,7 @@ def _compute_width(shape: Shape, sides: Sides) -> int:
         return shape.hidden_size
     if sides == ("value", "value"):
         return shape.value_dim * shape.num_kv_heads
+    # Grouped keys or values meet queries only after they are repeated to the number of query heads.
     return shape.head_dim * (shape.num_heads if "query" in sides else shape.num_kv_heads)
 
 

@@ -61,6 +61,7 @@ def build_tinybert(
     student_shape, teacher_shape = shape_of(student), shape_of(teacher)
     numbers = layers.map_layers(settings.teacher_layers, teacher, student, key="tinybert.teacher_layers")
     widths = student_shape.hidden_size, teacher_shape.hidden_size
+    # W_h of eq. 8 and W_e of eq. 9; models of one width are compared without them.
     aspects: tuple[Aspect, ...] = ("hidden", "embedding") if widths[0] != widths[1] else ()
     projections: dict[Mapped, tuple[int, int]] = {aspect: widths for aspect in aspects if getattr(settings, aspect) > 0}
     terms: list[LayerTerm] = []
@@ -71,6 +72,7 @@ def build_tinybert(
     # Hidden states can be compared whatever the attention windows are, so that pairs carry none here.
     pairs = [layers.LayerPair(student_layer, teacher_layer, None) for student_layer, teacher_layer in numbers]
     terms += [layers.mse_term("hidden", pair, scale=settings.scale, mapped="hidden" in projections) for pair in pairs]
+    # The embedding is tapped as the input of layer 0 (see `batch.Aspect`).
     embedding = layers.LayerPair(0, 0, None)
     terms.append(layers.mse_term("embedding", embedding, scale=settings.scale, mapped="embedding" in projections))
     output = soft_terms("soft", settings.soft, objective, temperature=settings.temperature)

@@ -161,6 +161,7 @@ def forecast_cache(
     settings, folder = requested.settings, requested.folder if folder_of_run is None else folder_of_run
     is_there = (Path(folder) / CACHE_FILE).is_file()
     if is_there and folder_of_run is not None:
+        # An existing cache has the settings it was made with.
         settings = CacheConfig(**read_cache_record(Path(folder))["settings"])
     check_top_k(settings, plan.models.compared_tokens)
     assert models.teacher is not None
@@ -178,7 +179,7 @@ def forecast_cache(
     positions = counts or count_positions(
         example, train.global_batch_size
     )  # without a number of steps, those of one step give the rates
-    passes = positions["tokens"] / (machine.ranks * trace.micro_batch["tokens"])
+    passes = positions["tokens"] / (machine.ranks * trace.micro_batch["tokens"])  # micro batches of each rank
     seconds = passes * layout.pass_seconds(trace.work)
     seconds += read_seconds(
         trace.row_bytes(positions) / machine.ranks, machine

@@ -125,9 +125,9 @@ def check_above_chance(models: RunModels, teacher: PreTrainedModel, batch: Batch
     sentences, worse = [], []
     for name, size in sizes.items():
         target, num_classes = guesses[name]
-        chance = math.log(num_classes)
+        chance = math.log(num_classes)  # the cross-entropy of a uniform guess, in nats
         sentences.append(f"cross-entropy of the {target} {size.value:.2f}, at random {chance:.2f}")
-        worse += [name] if not size.value < chance else []
+        worse += [name] if not size.value < chance else []  # also for NaN
     remedy = "check that teacher, tokenizer and data belong together, and that the teacher was fine-tuned"
     return Finding("failure" if worse else "ok", title, "; ".join(sentences), remedy if worse else None)
 
@@ -150,6 +150,7 @@ def check_own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: M
     student = copy.deepcopy(teacher).requires_grad_(True)
     sizes = measure_terms(method, tap_teacher(method, teacher), student, batch)
     compared = {name: size for name, size in sizes.items() if name not in labels}
+    # Rounding leaves a small gradient, so it is measured by that of the student; 1e-12 avoids 0 / 0.
     shares = {name: size.gradient / max(dry[name].gradient, 1e-12) for name, size in compared.items() if name in dry}
     largest = max(shares, key=lambda name: shares[name], default=None)
     if largest is None:
@@ -212,6 +213,7 @@ def measure_terms(
             losses = learner.compute_losses(batch, only_term(method.bind_terms(teacher_outputs, batch, divisors), name))
             value = float(losses.terms[name].sum / divisors[method.positions[name]])
             gradients_of_parameters = (
+                # A term on inner layers reaches no parameter after them.
                 torch.autograd.grad(losses.total, parameters, allow_unused=True) if gradients else ()
             )
             norms = [gradient.float().norm() for gradient in gradients_of_parameters if gradient is not None]

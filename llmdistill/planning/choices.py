@@ -104,6 +104,7 @@ def make_choices(
     if can_cache(plan):
         cache_trace, forecast = forecast_cache(plan, models, cache or CacheRequest(), sizes, machine)
         sizes = replace(sizes, cached_head_bytes=cache_trace.head_bytes)
+        # A cache can be made only where the teacher fits; one that the run names is used in any case.
         teachers += [CACHED] if forecast.fits or plan.is_cached else []
     traces = {
         (on, cached): [
@@ -113,6 +114,7 @@ def make_choices(
             )
             for size, batch in ends
         ]
+        # The trace of a step does not depend on the DeepSpeed configuration.
         for on in (False, True)
         for cached in sorted({teacher == CACHED for teacher in teachers})
     }
@@ -161,7 +163,7 @@ def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None
         alike,
         key=lambda choice: (
             simplest.index(choice.ds_config),
-            [None, *SHARDINGS, CACHED].index(choice.teacher),
+            [None, *SHARDINGS, CACHED].index(choice.teacher),  # the simplest first
             choice.checkpointing,
             choice.total,
         ),

@@ -28,6 +28,7 @@ def estimate_cost(plan: Plan) -> dict[str, float] | None:
         return None
     tokens = train.steps * train.global_batch_size * plan.config.data.max_length
     teacher_flops = 2 * plan.models.sizes["teacher_params"] if plan.runs_teacher else 0
+    # The backward pass costs two forward passes: one product for the inputs, one for the weights.
     flops = tokens * (3 * plan.models.sizes["forward_flops"] + teacher_flops)
     return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 

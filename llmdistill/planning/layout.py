@@ -111,6 +111,7 @@ class Zero:
         settings = optimizer.get("params", {})
         stage = block.get("stage", 0)
         overlaps = block.get("overlap_comm", stage == 3)
+        # DeepSpeed fills one bucket while it reduces the other.
         buckets = 2 if overlaps and stage < 3 else 1
         if stage == 2 and accumulation_steps > 1:
             buckets += 1  # the sums of earlier micro batches are views into a bucket of their own, which keep it alive
@@ -216,6 +217,7 @@ class Layout:
                 always[name] = always.get(name, 0) + size
         phases = []
         for moment in moments:
+            # Only the gradients of the rank's share stay; with an offloaded optimizer they are in the node's memory.
             if zero.stage >= 2:
                 elements = 0 if zero.offloads_optimizer else self.share
             else:
@@ -227,9 +229,11 @@ class Layout:
                 elements = min(elements, moment.gradients)
             phases.append({**moment.live, "gradients": elements * sizes.element_bytes})
         if not zero.offloads_optimizer:  # the step holds the gradients of the rank's share, and temporary tensors
+            # ZeRO-3 updates one group of parameters after the other.
             at_once = min(self.share, zero.sub_group) if zero.stage == 3 else self.share
             step = at_once * (_GRADIENT + (0 if zero.fused else _TEMPORARY))
             phases.append({"gradients": self.share * sizes.element_bytes, "step": step})
+        # The peak is that of one moment, so the maxima of the parts are not added up.
         largest = max(phases, key=lambda phase: sum(phase.values()))
         return self.reserved({name: always.get(name, 0) + largest.get(name, 0) for name in PARTS})
 
@@ -248,8 +252,10 @@ class Layout:
         if self.zero.stage == 3:
             sent = self.accumulation_steps * (2 * weights + gradients)
         elif self.zero.stage == 2:
+            # Reduced in each micro batch; the updated weights, as many bytes, are gathered once.
             sent = self.accumulation_steps * gradients + gradients
         else:
+            # Once per step: an all-reduce, or reducing gradients and gathering weights.
             sent = 2 * gradients
         ranks = self.machine.ranks
         return (ranks - 1) / ranks * sent + (self._gathered_teacher_bytes if self.teacher == "zero3" else 0)
@@ -273,10 +279,11 @@ class Layout:
         if zero.offloads_optimizer:
             copied_bytes += share * sizes.element_bytes * (steps + 1)  # gradients down, weights up
         if zero.offloads_weights:
-            copied_bytes += 2 * steps * sizes.student_bytes / machine.ranks
+            copied_bytes += 2 * steps * sizes.student_bytes / machine.ranks  # up for the forward and the backward pass
         host = copied_bytes / _effective_bandwidth(machine, machine.pcie)
         if zero.offloads_optimizer:
             host += (
+                # The ranks of a node share its memory bandwidth.
                 _HOST_ADAM_BYTES * share * machine.ranks_of_node / _effective_bandwidth(machine, machine.host_bandwidth)
             )
         optimizer_bytes = 0 if zero.offloads_optimizer else _ADAM_BYTES * self.share
@@ -312,14 +319,14 @@ class Layout:
 def read_seconds(size: float, machine: MachineConfig) -> float:
     """Return the time in which each rank reads so many bytes of a cache, from the disk of its node to its GPU."""
     return size * (
-        machine.ranks_of_node / _effective_bandwidth(machine, machine.disk)
-        + 1 / _effective_bandwidth(machine, machine.pcie)
+        machine.ranks_of_node / _effective_bandwidth(machine, machine.disk)  # shared by the ranks of a node
+        + 1 / _effective_bandwidth(machine, machine.pcie)  # one link for each GPU
     )
 
 
 def _time_products(work: Work, machine: MachineConfig) -> float:
     """Return the time of matrix products; a product of small matrices waits for the memory."""
-    peak = 1e12 * machine.tflops * machine.product_share
+    peak = 1e12 * machine.tflops * machine.product_share  # FLOP/s that products reach in practice
     return max(work.flops / peak, work.product_bytes / _effective_bandwidth(machine, machine.memory_bandwidth))
 
 

@@ -87,6 +87,7 @@ def build_models(plan: Plan) -> ForecastModels:
 
 
 def _build_on_meta(config: PreTrainedConfig, head: HeadName, task: Task) -> PreTrainedModel:
+    # The plan's own config stays as it is.
     config = copy.deepcopy(config)
     if task.num_outputs is not None:
         config.num_labels = task.num_outputs
@@ -104,6 +105,7 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
     ids = torch.zeros(micro_batch_size, length, dtype=torch.int64)
     labels = ids.clone()
     if not plan.models.causal and data.kind == "text":
+        # An encoder learns only the tokens that are masked.
         labels[:, math.ceil(data.text.mask_share * length) :] = IGNORE_INDEX
     targets = plan.models.objective.targets
     packed = data.kind == "instructions" and data.packing
@@ -147,6 +149,7 @@ def trace_step(
     learner = tap_student(method, student, projectors=models.projectors, vocabulary=models.vocabulary)
     handles.append(learner)
     teacher = cached
+    # The layout counts weights itself: their share on a rank depends on the ZeRO stage.
     tracer.ignore(_list_tensors(student))
     if models.teacher is not None:
         models.teacher.eval().requires_grad_(False)
@@ -163,16 +166,19 @@ def trace_step(
                 teacher_outputs = teacher.compute_targets(batch, lm_head=method.teacher_positions)
             teacher_work = tracer.work
         terms = method.bind_terms(teacher_outputs, batch)
+        # The outputs now belong to the terms alone, which drop each tap after its last use, as in a run.
         del teacher_outputs
         traced_terms = [replace(term, loss=tracer.part("taps")(term.loss)) for term in terms.layer_terms]
         learner.compute_losses(batch, replace(terms, layer_terms=traced_terms)).total.backward()
         del terms
+    # What is still in use after the last gradient.
     moments.append(Moment(moments[-1].gradients if moments else 0, tracer.take_peak()))
     for handle in handles:
         handle.remove()
     return StepTrace(
         micro_batch_size=len(batch.input_ids),
         moments=moments,
+        # The tracer has counted both models.
         student=tracer.work.plus(teacher_work, -1.0),
         teacher=teacher_work,
     )

@@ -60,7 +60,7 @@ def hidden_keys(mask: AttentionMask, rows: slice, keys: slice, *, one_segment: b
     first = rows.start - keys.start if only_causal else 0
     hidden: list[Tensor] = []
     if not one_segment:
-        hidden.append(segments_ST[:, None, rows, None] != segments_ST[:, None, None, keys])
+        hidden.append(segments_ST[:, None, rows, None] != segments_ST[:, None, None, keys])  # (S, 1, L, J)
     if mask.visible_until_BT is not None:
         key_J = torch.arange(keys.start, keys.stop, device=like.device)
         hidden.append(key_J >= mask.visible_until_BT[:, None, rows, None])
@@ -72,6 +72,7 @@ def hidden_keys(mask: AttentionMask, rows: slice, keys: slice, *, one_segment: b
     if not hidden:
         return None
     hidden_S1LJ = reduce(torch.logical_or, hidden)
+    # Keys before `first` are never hidden, so those of the bias are all that counts.
     seen_S1L1 = (keys.stop - keys.start) - hidden_S1LJ.sum(-1, keepdim=True)
     return Hidden(first, hidden_S1LJ.to(like.dtype).mul_(HIDDEN), seen_S1L1)
 

@@ -89,12 +89,14 @@ def block_loss(
     both = student.key is student.query
     assert not (both and "key" in gradients), "one tensor has one gradient"
     shape = shape or block_shape(student, teacher, mask)
+    # fp64 inputs (gradcheck) stay fp64; sums of bf16 and fp16 are fp32.
     dtype = torch.promote_types(torch.promote_types(student.query.dtype, teacher.query.dtype), torch.float32)
     weights_B1T1 = (mask.segments_BT != 0).to(dtype)[:, None, :, None] / heads
     # No padding, and one sequence per row; on a GPU the host would wait for this check.
     one_segment = mask.segments_BT.device.type == "cpu" and bool((mask.segments_BT == 1).all())
     total = torch.zeros((), device=student.query.device, dtype=dtype)
     of_query = torch.empty_like(student.query) if "query" in gradients else None
+    # One tensor on both sides: `_StripGradient.finish` writes its total gradient.
     of_key = of_query if both else torch.empty_like(student.key) if "key" in gradients else None
     if total.is_meta:  # without values only the shapes of the results matter
         return BlockLoss(total, of_query, None if both else of_key)
@@ -141,6 +143,7 @@ def block_shape(student: AttentionInputs, teacher: AttentionInputs, mask: Attent
         keys = min(tokens, most + mask.window)
     rows = _even_size(tokens, min(most, max(_LEAST_ROWS, budget // (group * keys))))
     at = _even_size(heads // group, budget // (rows * keys * group)) * group
+    # If not even the heads of one sequence fit into a block, it has one sequence.
     sequences = _even_size(batch, budget // (rows * keys * heads)) if at == heads else 1
     return BlockShape(sequences, at, rows)
 
@@ -149,6 +152,7 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return left @ right of two batches of matrices of any dtype, accumulated and returned in `dtype`."""
     if left.dtype == dtype:
         return torch.bmm(left, right)
+    # Only CUDA has `out_dtype`; `_Strip` chooses operands of another dtype there alone.
     return torch.bmm(left, right, out_dtype=dtype)
 
 
@@ -189,6 +193,7 @@ class _Strip:
 
     def _clear_padding(self, heads_SHLD: Tensor, rows: slice) -> Tensor:
         if self.real_S1T1 is not None:
+            # Not a product with the mask: padding may hold NaN, and NaN times zero is NaN.
             heads_SHLD = torch.where(self.real_S1T1[:, :, rows], heads_SHLD, 0.0)
         return heads_SHLD.to(self.operands)
 
@@ -209,6 +214,7 @@ class _StripGradient:
     def add(self, derivative_SHLJ: Tensor, factor_SHL1: Tensor, queries_NXD: Tensor, rows: slice, keys: slice) -> None:
         """Add the gradient from one block, given the derivative with respect to its scores and a factor per row."""
         strip = self.strip
+        # (S, H, L, J) to (S · key heads, query heads of a key head · L, J)
         derivative_NXJ = derivative_SHLJ.view(*queries_NXD.shape[:2], -1).to(strip.operands)
         factor_NX1 = (
             (factor_SHL1 * strip.scaling).expand(*derivative_SHLJ.shape[:3], 1).reshape(*queries_NXD.shape[:2], 1)
@@ -223,10 +229,12 @@ class _StripGradient:
                     self.of_query_SHTD.dtype
                 )
         if self.by_key_NTD is not None:
+            # The factor goes to the queries, which are smaller than the block of scores.
             weighted_NXD = (queries_NXD * factor_NX1).to(strip.operands)
+            # A view: adding to it adds to the sum of the strip.
             by_key_NJD = self.by_key_NTD[:, keys]
             if strip.operands == strip.dtype:
-                by_key_NJD.baddbmm_(derivative_NXJ.mT, weighted_NXD)
+                by_key_NJD.baddbmm_(derivative_NXJ.mT, weighted_NXD)  # dK = Σ dSᵀ Q
             else:
                 by_key_NJD += product(derivative_NXJ.mT, weighted_NXD, strip.dtype)
 

@@ -72,6 +72,7 @@ def chunk_losses(
             losses = few_exponentials.compute(memory, labels, with_gradient=with_gradient)
         if losses is None:
             losses = _block_losses(student, teacher, labels, terms, factors, with_gradient=with_gradient)
+        # `.to` gives the chunk itself, or a copy if the dtypes differ, whose gradient must be written back.
         is_in_place = losses.gradient is student and student.dtype == student_NV.dtype
         if losses.gradient is not None and not is_in_place:
             student_NV[here] = losses.gradient
@@ -102,10 +103,12 @@ def _span_chunk_losses(
     soft = [place for place, term in enumerate(terms) if term.divergence is not None]
     hard = [place for place, term in enumerate(terms) if term.divergence is None]
     on_spans, on_labels = ([terms[place] for place in places] for places in (soft, hard))
+    # The spans come first, because chunk_losses overwrites the logits.
     sums[soft], gradients = span_losses(student_NV, teacher, on_spans, factors[soft], with_gradient=with_gradient)
     if hard:
         sums[hard] = chunk_losses(student_NV, None, labels_N, on_labels, factors[hard], with_gradient=with_gradient)
     if gradients is not None:
+        # With terms on labels the logits hold their gradient by now.
         student_NV.copy_(student_NV + gradients if hard else gradients)
     return sums
 
@@ -136,6 +139,7 @@ def _block_losses(
         for i in here:
             term = terms[i]
             if term.divergence is None:
+                # The label also gets its part of what is spread over the vocabulary (Szegedy et al. 2016, §7).
                 label_share = 1 - term.smoothing
                 sums[i] = -label_share * log_q.gather(1, labels[:, None]).sum()
                 if term.smoothing > 0:
@@ -154,6 +158,7 @@ def _block_losses(
                 derivative.masked_fill_(log_q < LOG_FLOOR, 0.0)  # a floored log-probability is a constant
                 derivatives.add_(derivative.mul_(factors[i] * (term.scale / temperature)))
         if gradient is not None and derivatives is not None:
+            # The softmax: dz = derivative - q Σ derivative, with 1 / t in the derivatives already.
             gradient.add_(derivatives).sub_(log_q.exp_().mul_(derivatives.sum(-1, keepdim=True)))
     return _BlockLosses(sums, gradient)
 
@@ -252,11 +257,13 @@ class _FewExponentials:
             if SOFT_CROSS_ENTROPY in kinds:
                 mean = torch.mul(p, student, out=for_q).sum(-1, keepdim=True) / p_total
                 values[SOFT_CROSS_ENTROPY] = -mean / self.temperature
+            # Until here this memory was room for products.
             q, q_total = _exponentiate(student, self.temperature, out=for_q)
             for kind in values:
                 values[kind] += q_total.log()
                 if not (values[kind] < _DOUBTFUL).all():  # also for NaN
                     return None
+        # At temperature 1 the softmax of the labels is that of the divergence.
         shared = kinds != {None} and self.temperature == 1
         if None in kinds:
             # The teacher's logits are not needed any more, so their memory holds the student's second exponentials.
@@ -268,6 +275,7 @@ class _FewExponentials:
         if not with_gradient:
             return _BlockLosses(sums, None)
         if kinds == {None}:
+            # No value needs the logits any more, so their memory takes the gradient.
             gradient = torch.mul(label_q, self.label_factor / label_total, out=student)
         else:
             of_q = self.soft_factor + (self.label_factor if shared else 0.0)

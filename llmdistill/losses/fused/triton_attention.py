@@ -45,6 +45,7 @@ def attention_loss(
     assert teacher.query.shape[:3] == (batch, heads, tokens), "student and teacher must have the same number of heads"
     assert mask.window is None or mask.window > 0, f"a window of {mask.window} tokens"
     rows, columns = blocks or _block_sizes(student, teacher)
+    # int32, whose largest number is infinity in the kernels.
     segments_BT = mask.segments_BT.to(torch.int32).contiguous()
     # Without a limit the kernels read none, and any pointer will do.
     visible_until = segments_BT if mask.visible_until_BT is None else mask.visible_until_BT.to(torch.int32).contiguous()
@@ -70,6 +71,7 @@ def attention_loss(
         "STUDENT_PADDED": _padded_width(student),
         "TEACHER_PADDED": _padded_width(teacher),
     }
+    # The mean over heads, and the derivative of the scores with respect to query·key.
     factor = student.scaling / heads
     of_query = of_key = None
     if "query" in gradients:
@@ -77,7 +79,8 @@ def attention_loss(
     if "key" in gradients or (both and "query" in gradients):
         of_key = torch.empty(batch, groups, tokens, width, dtype=student.key.dtype, device=device)
     row_grid, column_grid = (batch * heads, triton.cdiv(tokens, rows)), (batch * groups, triton.cdiv(tokens, columns))
-    if batch * tokens > 0:
+    if batch * tokens > 0:  # CUDA refuses an empty grid
+        # Triton launches on the current GPU, which need not be that of the tensors.
         with torch.cuda.device_of(student.query):
             row_values[row_grid](**common)
             if of_query is not None:

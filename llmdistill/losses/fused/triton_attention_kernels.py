@@ -38,6 +38,7 @@ def load_queries(model, batch, head, row, segment, PADDED: tl.constexpr):
 @triton.jit
 def load_keys(model, batch, head, heads, column, segment, PADDED: tl.constexpr):
     """Keys of a query head, (columns, PADDED); 0 at padding, whose stored values are ignored."""
+    # Grouped-query attention: successive query heads share a key head.
     group = head // (heads // model.groups)
     ptr = model.key_ptr + batch.to(tl.int64) * model.key_strides[0] + group.to(tl.int64) * model.key_strides[1]
     return _load(ptr, model.key_strides[2], column, segment, model.width, PADDED)
@@ -53,6 +54,7 @@ def _load(ptr, stride, position, segment, width, PADDED: tl.constexpr):
 @triton.jit
 def scores(queries, keys, scaling):
     """Scaled products of queries and keys, (rows, columns), fp32."""
+    # By default Triton rounds fp32 inputs to TF32, which has 10 of the 23 bits of their mantissa.
     return tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
 
 
@@ -69,6 +71,7 @@ def visible(
     BOUNDED: tl.constexpr,
 ):
     """Which keys each query sees: (rows, columns)."""
+    # Segment 0 is padding, which sees nothing and is seen by nothing.
     seen = (row_segment[:, None] == segment[None, :]) & (row_segment != 0)[:, None]
     if CAUSAL:
         seen = seen & (column[None, :] <= row[:, None])
@@ -91,6 +94,7 @@ def load_visible_until(visible_until_ptr, row, tokens, BOUNDED: tl.constexpr):
 @triton.jit
 def span(segments_ptr, segment, tokens):
     """The range (first, last + 1) of positions with segment numbers of the block; empty if the block is all padding."""
+    # The largest int32 stands for infinity: padding (0) must not be the minimum.
     lowest = tl.min(tl.where(segment > 0, segment, 2147483647), 0)
     highest = tl.max(segment, 0)
     first = tokens + 0
@@ -98,6 +102,7 @@ def span(segments_ptr, segment, tokens):
     for start in range(0, tokens, SCAN):
         at = start + tl.arange(0, SCAN)
         other = tl.load(segments_ptr + at, mask=at < tokens, other=0)
+        # Keys of other segments may lie in between; `visible` hides them.
         among = (other > 0) & (other >= lowest) & (other <= highest)
         first = tl.minimum(first, tl.min(tl.where(among, at, tokens), 0))
         last = tl.maximum(last, tl.max(tl.where(among, at + 1, 0), 0))
@@ -107,17 +112,19 @@ def span(segments_ptr, segment, tokens):
 @triton.jit
 def derivatives(student, teacher, seen, statistics_ptr, row, tokens, queries, KIND: tl.constexpr):
     """Derivative of each query's loss with respect to the student's scores: (rows, columns), 0 at invisible keys."""
+    # 1 beyond the last token, because score_mse divides by it.
     first = tl.load(statistics_ptr + queries + row, mask=row < tokens, other=1.0)[:, None]
     if KIND == "score_mse":
-        derivative = 2 * (student - teacher) / first
+        derivative = 2 * (student - teacher) / first  # first is the number of visible keys
     else:
         log_p = student - first  # first is the log-sum-exp of the student's row
         log_q = teacher - tl.load(statistics_ptr + 2 * queries + row, mask=row < tokens, other=0.0)[:, None]
         if KIND == "student_teacher":
             loss = tl.load(statistics_ptr + row, mask=row < tokens, other=0.0)[:, None]
-            derivative = tl.exp(log_p) * (log_p - log_q - loss)
+            derivative = tl.exp(log_p) * (log_p - log_q - loss)  # ∂KL(p‖q)/∂s, MaKD eq. 12
         else:
-            derivative = tl.exp(log_p) - tl.exp(log_q)
+            derivative = tl.exp(log_p) - tl.exp(log_q)  # ∂KL(q‖p)/∂s, MiniLM eq. 3
+    # This also drops the inf and NaN of padding, whose divisors are log 0.
     return tl.where(seen, derivative, 0.0)
 
 
@@ -178,6 +185,7 @@ def row_values(
     total = tl.zeros((ROWS,), tl.float32)  # weighted sum of the log ratios, or sum of the squared errors
     first, last = span(segments_ptr, row_segment, tokens)
     if CAUSAL:
+        # No query of the block sees keys after its last query, or out of the window of its first.
         last = tl.minimum(last, (tl.program_id(1) + 1) * ROWS)
     if WINDOWED:
         first = tl.maximum(first, tl.program_id(1) * ROWS - window + 1)
@@ -192,11 +200,12 @@ def row_values(
         difference = tl.where(seen, s - t, 0.0)
         if KIND == "score_mse":
             total += tl.sum(difference * difference, 1)
-            student_sum += tl.sum(tl.where(seen, 1.0, 0.0), 1)
+            student_sum += tl.sum(tl.where(seen, 1.0, 0.0), 1)  # the number of visible keys
         else:
             student_new = tl.maximum(student_max, tl.max(tl.where(seen, s, -float("inf")), 1))
             teacher_new = tl.maximum(teacher_max, tl.max(tl.where(seen, t, -float("inf")), 1))
             # Online softmax: a new maximum rescales all sums so far.
+            # Until a row has seen a key its maximum is -inf, and -inf - -inf would be NaN.
             student_decay = tl.where(student_sum > 0, tl.exp(student_max - student_new), 0.0)
             teacher_decay = tl.where(teacher_sum > 0, tl.exp(teacher_max - teacher_new), 0.0)
             student_share = tl.where(seen, tl.exp(s - student_new[:, None]), 0.0)
@@ -218,9 +227,9 @@ def row_values(
         student_divisor = student_max + tl.log(student_sum)
         teacher_divisor = teacher_max + tl.log(teacher_sum)
         if KIND == "student_teacher":
-            loss = total / student_sum - (student_divisor - teacher_divisor)
+            loss = total / student_sum - (student_divisor - teacher_divisor)  # Σ p (s - t) - log Z_S + log Z_T
         else:
-            loss = total / teacher_sum + (student_divisor - teacher_divisor)
+            loss = total / teacher_sum + (student_divisor - teacher_divisor)  # Σ q (t - s) - log Z_T + log Z_S
     at = statistics_ptr + pair.to(tl.int64) * tokens + row
     # A row of padding has seen no key: its divisors are log 0, and its loss is NaN.
     tl.store(at, tl.where(row_segment != 0, loss, 0.0), mask=row < tokens)
@@ -321,10 +330,12 @@ def key_gradient(
     if CAUSAL:
         first = tl.maximum(first, tl.program_id(1) * COLUMNS)
     if WINDOWED:
+        # The last key of the block is visible to the `window` queries from its own position on.
         last = tl.minimum(last, (tl.program_id(1) + 1) * COLUMNS - 1 + window)
     # One program sums over all query heads of its key head, so that no two programs add to one gradient.
     for member in range(heads_a_group):
         head = first_head + member
+        # The teacher may group its heads otherwise, so its keys depend on the query head.
         teacher_key = load_keys(teacher, batch, head, heads, column, segment, TEACHER_PADDED)
         of_head = statistics_ptr + (batch * heads + head).to(tl.int64) * tokens
         for start in range(first, last, ROWS):
@@ -337,6 +348,7 @@ def key_gradient(
             s = scores(student_query, student_key, student.scaling)
             t = scores(teacher_query, teacher_key, teacher.scaling)
             derivative = derivatives(s, t, seen, of_head, row, tokens, queries, KIND)
+            # (COLUMNS, ROWS) x (ROWS, STUDENT_PADDED)
             result += derivative_product(tl.trans(derivative), student_query)
     gradient_ptr += pair.to(tl.int64) * tokens * student.width
     store_rows(gradient_ptr, result * factor, column, tokens, student.width, STUDENT_PADDED)

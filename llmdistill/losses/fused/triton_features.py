@@ -46,6 +46,7 @@ def squared_error(
         block = min(block, WIDEST_CUT)
     block_rows = max(1, TILE // block)
     grid = triton.cdiv(rows, block_rows), triton.cdiv(features, block)
+    # One share of the sum for each program, (row blocks, feature blocks).
     shares = torch.empty(grid, dtype=torch.float32, device=student.device)
     if shares.numel() > 0:
         with torch.cuda.device_of(student):
@@ -73,6 +74,7 @@ def squared_error(
 
 def _features(tensor: Tensor) -> Features:
     batch, *heads, tokens, features = tensor.stride()
+    # Without heads all features are of head 0, so any stride will do.
     return Features(tensor, (batch, *(heads or [0]), tokens, features))
 
 
@@ -109,6 +111,7 @@ def squared_error_shares(
     share = tl.sum(tl.sum(error * error, 1) * weight, 0)
     tl.store(shares_ptr + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1), share)
     if WITH_GRADIENT:
+        # At padding both loads gave 0, and so the gradient is 0.
         tl.store(_places(gradient, row, feature, tokens, WIDTH), 2 * weight[:, None] * error, mask=inside)
 
 

@@ -39,6 +39,7 @@ def kernel_losses(
     rows, words = student_NV.shape
     if teacher_NV is None:
         assert all(term.divergence is None for term in terms), "a divergence needs the teacher's logits"
+        # The kernel reads a teacher in any case; without a divergence its values have no effect.
         teacher_NV = student_NV
     assert teacher_NV.shape == student_NV.shape, f"{tuple(teacher_NV.shape)}, not {tuple(student_NV.shape)}"
     assert student_NV.stride(1) == teacher_NV.stride(1) == 1, "a row's words must be contiguous"
@@ -56,6 +57,7 @@ def kernel_losses(
             student_NV.stride(0),
             teacher_NV.stride(0),
             words,
+            # Compile-time constants: each combination of terms is a kernel of its own.
             KINDS=kinds,
             # The cross-entropy of the labels has neither temperature nor scale.
             TEMPERATURES=tuple(1.0 if term.divergence is None else float(term.temperature) for term in terms),
@@ -67,7 +69,7 @@ def kernel_losses(
             and all(term.smoothing == 0 for term in terms),
             WITH_GRADIENT=with_gradient,
             BLOCK=min(LARGEST_BLOCK, triton.next_power_of_2(words)),
-            num_warps=8,
+            num_warps=8,  # 8 x 32 threads, with 16 tokens of a full block for each
         )
     return values_NK.sum(0)
 
@@ -128,6 +130,7 @@ def _rows_kernel(
     derivative_sums = tl.zeros((SLOTS,), tl.float32)
     if KNOWN_SLOPES:
         for k in tl.static_range(TERMS):
+            # -1 of a one-hot label, or -Σ p over the tokens whose log q is above the floor.
             derivative_sum = -1.0 if KINDS[k] == "label" else -_pick(open_sums / teacher_sums, k, SLOTS)
             derivative_sums = tl.where(slot == k, derivative_sum, derivative_sums)
     if not (KNOWN_SLOPES and WITH_GRADIENT):
@@ -160,6 +163,7 @@ def _rows_kernel(
                     values = tl.where(slot == k, values + tl.sum(value, 0), values)
                 factor = tl.load(factors_ptr + k) * (SCALES[k] / TEMPERATURES[k])
                 gradient += factor * (derivative - tl.exp(log_q) * _pick(derivative_sums, k, SLOTS))
+            # This is the last pass over the row, so the gradient may overwrite the logits.
             tl.store(student_ptr + word, gradient, mask=word < words)
     for k in tl.static_range(TERMS):
         tl.store(values_ptr + row * TERMS + k, _pick(values, k, SLOTS) * SCALES[k])
@@ -180,6 +184,7 @@ def _exp_difference(logits, largest, temperature):
 
 @triton.jit
 def _pick(values, k: tl.constexpr, SLOTS: tl.constexpr):
+    # Triton has no index into a vector of registers.
     return tl.sum(tl.where(tl.arange(0, SLOTS) == k, values, 0.0), 0)
 
 
@@ -213,13 +218,13 @@ def _divergence(log_p, log_q, share: tl.constexpr, KIND: tl.constexpr):
         value = q * (log_q - log_p)
         derivative = value + q
     elif KIND == "jsd":
-        log_m = _log_mix(log_p, log_q, share)
+        log_m = _log_mix(log_p, log_q, share)  # GKD eq. 1
         value = share * p * (log_p - log_m) + (1 - share) * q * (log_q - log_m)
         derivative = (1 - share) * q * (log_q - log_m)  # the other terms cancel because M depends on S
     elif KIND == "skew_forward_kl":
         log_m = _log_mix(log_p, log_q, share)
         value = p * (log_p - log_m)
-        derivative = -(1 - share) * p * tl.exp(log_q - log_m)
+        derivative = -(1 - share) * p * tl.exp(log_q - log_m)  # -p (1-α) q / m
     elif KIND == "skew_reverse_kl":
         log_m = _log_mix(log_q, log_p, share)
         value = q * (log_q - log_m)
