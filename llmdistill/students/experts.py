@@ -124,6 +124,7 @@ def low_rank_experts(
         share, rest = divmod(chosen.numel(), self.num_experts)
         counts = [share + (expert < rest) for expert in range(self.num_experts)]
     else:
+        # Sizes of slices must be on the CPU: this waits for the GPU once a layer.
         counts = cast("list[int]", chosen.bincount(minlength=self.num_experts).tolist())
     rows = hidden_states[order // top_k_index.shape[1]]
     if self.has_gate:
@@ -133,6 +134,7 @@ def low_rank_experts(
     outputs = _product(self, "down_proj", inner, counts) * top_k_weights.reshape(-1)[order, None]
     # argsort of a permutation is its inverse, back to the order of the tokens.
     of_tokens = outputs[order.argsort()].view(*top_k_index.shape, -1)
+    # The shares may be fp32, which makes the products with them fp32 too.
     return of_tokens.sum(dim=1).to(hidden_states.dtype)
 
 

@@ -70,6 +70,7 @@ def measure_importance(
         UserError: there is no token, or an activation is not finite.
     """
     sums = _Sums(model)
+    # The layers whose queries and keys are measured: none with rotary positions, see `Importance.scores_LGD`.
     every = range(0 if has_rotary(model.config) else len(layers_of(model)))
     tapped = TappedModel(model, Recorder(model, {"query": frozenset(every), "key": frozenset(every)}))
 
@@ -77,6 +78,7 @@ def measure_importance(
         taps = tapped(batch).taps
         for layer in every:
             for aspect, tensor in (("query", taps.query[layer]), ("key", taps.key[layer])):
+                # (B, H, T, D) -> (B, T, H, D), the axes that the mask of tokens selects from
                 sums.add(f"{aspect} {layer}", tensor.transpose(1, 2), torch.square)
 
     try:
@@ -99,6 +101,7 @@ def important_parts(
     what that changes on average.
     """
     sizes, whole = shape_of(student), shape_of(teacher)
+    # Query heads that share keys and values go together, so a group is worth the sum of its heads.
     grouped = (sizes.num_layers, whole.num_kv_heads, -1)
     groups_LG = largest(importance.heads_LH[layers].reshape(grouped).sum(-1), sizes.num_kv_heads)
 
@@ -106,7 +109,9 @@ def important_parts(
         return values_LGD.gather(1, groups_LG[..., None].expand(-1, -1, values_LGD.shape[-1]))
 
     if has_rotary(teacher):
+        # Pair i of D turns at the frequency base^(-2i/D), so pair j of D' is nearest to i = j D / D'.
         pairs = (torch.arange(sizes.head_dim // 2) * whole.head_dim / sizes.head_dim).round().long()
+        # The second feature of a pair is half a head behind the first.
         matched_LGD = torch.cat([pairs, whole.head_dim // 2 + pairs]).expand(*groups_LG.shape, -1)
     else:
         assert importance.scores_LGD is not None
@@ -141,6 +146,7 @@ class _Sums(HookSums):
 
     def add(self, name: str, values: Tensor, of: Callable[[Tensor], Tensor] = torch.abs) -> None:
         """Add a function of the values (B, T, ...), which it gets as (N, ...) in fp32."""
+        # fp32 first, because a square may be too large for fp16; fp64 for the sum over all tokens of the data.
         total = of(values.detach()[self.mask].float()).sum(0, dtype=torch.float64)
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
@@ -161,6 +167,7 @@ class _Sums(HookSums):
         scores_LGD = None
         if not has_rotary(self._model.config):
             kv_heads = shape_of(self._model.config).num_kv_heads
+            # (L, H, D) -> (L, G, D): a key is read by all query heads of its group.
             query_LGD = all_layers("query").unflatten(1, (kv_heads, -1)).sum(2)
             scores_LGD = (query_LGD * all_layers("key")).sqrt()
         return Importance(
@@ -194,6 +201,7 @@ def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
         sums.add(f"neurons {layer}", args[0])
 
     def of_layer(layer: int, _: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        # (B, T, 2, W): in one tensor, so that the mask of tokens selects from both
         both = torch.stack([args[0], output[0] if isinstance(output, tuple) else output], 2)
         sums.add(f"influence {layer}", both, lambda x: 1 - torch.cosine_similarity(x[:, 0], x[:, 1], dim=-1))
 

@@ -93,6 +93,7 @@ def _shape(value: Any) -> KroneckerShape:
 def _kronecker_embedding_factors(table: Tensor, columns: int, _sigma: Sigma) -> dict[str, Tensor]:
     vocabulary, width = table.shape
     a, b = nearest_kronecker(table, KroneckerShape(vocabulary, width // columns))
+    # A has all rows of the table, so B (1, 1, columns) is a single row.
     return {"A.weight": a[0], "B.weight": b[0, 0]}
 
 

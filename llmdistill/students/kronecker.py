@@ -79,6 +79,7 @@ def rearrange(weight: Tensor, shape: KroneckerShape) -> Tensor:
     """Return R(W) of eq. 3, (m1 n1, m2 n2), with a row for each block of m2 × n2; R of a product A ⊗ B has rank one."""
     m1, n1, _ = shape
     m2, n2 = second_factor(weight.shape[0], weight.shape[1], shape)
+    # W[i1 m2 + i2, j1 n2 + j2] -> R[i1 n1 + j1, i2 n2 + j2]: block (i1, j1) of W is a row of R.
     return weight.reshape(m1, m2, n1, n2).transpose(1, 2).reshape(m1 * n1, m2 * n2)
 
 
@@ -90,6 +91,7 @@ def nearest_kronecker(weight: Tensor, shape: KroneckerShape) -> tuple[Tensor, Te
     """
     (m, n), (m1, n1, sums) = weight.shape, shape
     m2, n2 = second_factor(m, n, shape)
+    # Few singular values are needed and one side of R is often short, so its Gram matrix is cheaper than a full SVD.
     a, b = place_sigma(*leading_svd(rearrange(weight, shape), sums), "balanced")
     return a.T.reshape(sums, m1, n1), b.reshape(sums, m2, n2)
 
@@ -99,6 +101,7 @@ def product_flops(m: int, n: int, shape: KroneckerShape) -> tuple[int, int]:
     m1, n1, _ = shape
     m2, n2 = second_factor(m, n, shape)
     return (
+        # An inner product of length k takes 2 k - 1 FLOPs: k multiplications and k - 1 additions.
         (2 * n2 - 1) * m2 * n1 + (2 * n1 - 1) * m2 * m1,
         (2 * n1 - 1) * n2 * m1 + (2 * n2 - 1) * m2 * m1,
     )

@@ -85,6 +85,7 @@ class Group:
             layer_of = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in self.members}
             numbers = sorted(set(layer_of.values()), key=int)
             count = min(SAMPLED_LAYERS, len(numbers))
+            # The layers in the middle of `count` equal parts of the depth.
             sampled = {numbers[(2 * i + 1) * len(numbers) // (2 * count)] for i in range(count)}
             for name in (name for name in self.members if layer_of[name] in sampled):
                 weight = matrix(model.base_model.get_submodule(base_name(model, name)))
@@ -99,6 +100,7 @@ class Group:
                     short = min(rearranged.shape)
                     if short <= EXACT_SIDE:
                         wide = rearranged if rearranged.shape[0] == short else rearranged.T
+                        # Squares of the singular values of R, which the best sum of products captures.
                         squares = torch.linalg.eigvalsh((wide @ wide.T).double())[-shape.sums :]
                     else:
                         q = min(short, shape.sums + OVERSAMPLING)
@@ -130,6 +132,7 @@ class Table:
         """
         weight = token_embedding(model)[1].weight
         table = weight.to(device or weight.device)
+        # The table in rows of this width has whole blocks of every choice on the diagonal of its product.
         width = math.lcm(*costs.choices)
         gram = torch.zeros(width, width, dtype=torch.float64, device=table.device)
         for chunk in table.reshape(-1, width).split(max(1, 2**22 // width)):  # 32 MiB of fp64 at a time
@@ -137,6 +140,7 @@ class Table:
         captured = []
         for columns in costs.choices:
             blocks = gram.unfold(0, columns, columns).unfold(1, columns, columns)  # (d / n, d / n, n, n)
+            # A single product is kept, so only the largest eigenvalue counts.
             captured.append(float(torch.linalg.eigvalsh(blocks.diagonal().sum(-1))[-1]))
         return costs.with_errors(table.numel(), np.array(captured), float(gram.trace()))
 
@@ -165,8 +169,10 @@ def drop_dominated(options: Options, *, with_flops: bool) -> Options:
 
     FLOPs are a cost only if they are limited.
     """
+    # Parameters, error, and FLOPs where they count.
     cost = options.costs[[0, 2, 1] if with_flops else [0, 2]].T
     best: list[int] = []
+    # lexsort sorts by its last key first.
     for number in np.lexsort(cost.T[::-1]):  # a choice comes after all choices that dominate it
         if not (best and (cost[best] <= cost[number]).all(axis=1).any()):
             best.append(int(number))

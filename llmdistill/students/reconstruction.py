@@ -22,6 +22,7 @@ def squares_lost(weight: Tensor, values: Mapping[str, Tensor], kind: Factorizati
     m, n = weight.shape
     with torch.device("meta"):
         factorized = kind.linear(n, m, size, bias=False)
+    # assign, as the module has no memory for the values to be copied into
     factorized.load_state_dict(values, assign=True)
     exact = torch.promote_types(weight.dtype, torch.float32)
     difference = factorized.to(exact).dense().sub_(weight)
@@ -44,6 +45,7 @@ def by_kind(lost: Mapping[str, Squares]) -> dict[str, dict[str, Any]]:
     return {
         kind: {
             "matrices": len(squares),
+            # Matrices of zeros alone lose nothing.
             "lost": math.sqrt(math.fsum(a for a, _ in squares) / max(math.fsum(b for _, b in squares), 1e-30)),
         }
         for kind, squares in kinds.items()

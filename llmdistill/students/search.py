@@ -101,6 +101,7 @@ def search(
     costs = [part.costs() for part in parts]
     _check_reach(settings, costs, fixed, target, all_flops, most_flops)
     # The choices of each group that fit if all other groups take their smallest choice.
+    # Rows 0 and 1 of the costs are parameters and FLOPs; the error (2) has no limit.
     least = [options.costs[:2].min(axis=1) for options in costs]
     room = np.array([target - fixed, most_flops]) - np.sum(least, axis=0)
     fits = [(options.costs[:2] <= (room + own)[:, None]).all(0) for options, own in zip(costs, least, strict=True)]
@@ -137,6 +138,7 @@ def combine(
     first, *others = (group.costs for group in options)
     rest, sizes = np.zeros((3, 1)), [table.shape[1] for table in others]
     for table in others:
+        # The order of np.unravel_index: the last list changes fastest.
         rest = (rest[:, :, None] + table[:, None, :]).reshape(3, -1)
     best: list[tuple[float, float, int, int]] = []
     for number in range(first.shape[1]):

@@ -65,10 +65,12 @@ def shape_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedCo
             "matrices a shape cuts: factorize it (student.factorize), or give a smaller model as student.model"
         )
     values = teacher.to_dict()
+    # They describe the factors of a factorized teacher, and this student is dense.
     for key in ("quantization_config", "transformers_weights"):
         values.pop(key, None)
 
     def put(name: str, value: int) -> None:
+        # Architectures such as GPT-2 write these sizes under names of their own (n_embd).
         values[teacher.attribute_map.get(name, name)] = value
 
     put("num_hidden_layers", shape.depth)
@@ -104,8 +106,10 @@ def shape_config(teacher: PreTrainedConfig, shape: StudentShape) -> PreTrainedCo
         )
     kinds = getattr(teacher, "layer_types", None)
     if kinds is not None:
+        # Layer i has the kind of the teacher's layer at the same share of the depth.
         values["layer_types"] = [kinds[i * sizes.num_layers // shape.depth] for i in range(shape.depth)]
     if hasattr(teacher, "max_window_layers"):  # index of the first layer with a window, scaled to the depth
+        # Rounded up: the first layer i with i · L // depth ≥ max_window_layers, as for layer_types above.
         values["max_window_layers"] = -(-teacher.max_window_layers * shape.depth // sizes.num_layers)
     return cast(PreTrainedConfig, type(teacher).from_dict(values))
 
@@ -244,6 +248,7 @@ def _find_indices(parts: Parts, layer: int, teacher: Shape) -> dict[Axis, Tensor
     """Return the indices to take from each axis of the teacher's parameters, in the order of a layer of the student."""
     groups_G, matched_GD, values_GD = parts.groups_LG[layer], parts.matched_LGD[layer], parts.values_LGD[layer]
     shared = teacher.num_heads // teacher.num_kv_heads
+    # (G, Q): the query heads that share keys and values are neighbors.
     heads_GQ = groups_G[:, None] * shared + torch.arange(shared)
     query = (heads_GQ[:, :, None] * teacher.head_dim + matched_GD[:, None]).flatten()
     key = (groups_G[:, None] * teacher.head_dim + matched_GD).flatten()

@@ -166,6 +166,7 @@ def summarize(
         check_factorization(settings, method)
         planned = plan_embedding(reference, settings, method)
         student_params = rank_budget(reference, settings) + fixed_params(reference, settings)
+        # Ranks that are not known yet have no Kronecker products: 2 FLOPs for each parameter, as in `forward_flops`.
         flops = 2 * student_params
         sizes = {"rank": None, "ranks": "by the predicted loss, from the calibration data", "dense": []}
     else:
@@ -238,6 +239,7 @@ def parse_target(text: str | float, teacher_params: int) -> int:
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([KMB%]?)\s*", str(text), re.IGNORECASE)
     if match is None:
         raise UserError(f"target_params {text!r} is no number of parameters; write 690000000, 0.69B, 77.25M or 62%")
+    # Decimal, because a product of floats may be a little less than what is written, and int() would then take one off.
     number, suffix = Decimal(match[1].replace("_", "")), match[2].upper()
     if not suffix and number <= 100:  # a share, as a fraction or in percent
         share = f"{float(number * 100 if number < 1 else number):g}"
@@ -287,6 +289,7 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
             sizes = (count * factor_params(m, n, rank, settings.form) for count, (m, n) in matrices.values())
             return fixed + sum(sizes)
 
+        # A larger rank never has fewer parameters, so bisection finds the largest within the target; 0 if none is.
         rank = bisect_right(range(1, largest + 1), target, key=total)
         if rank == 0:
             remedy = "factorize the token embedding too" if settings.embedding_rank is None else "lower"

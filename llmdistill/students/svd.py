@@ -109,12 +109,15 @@ def determine_vectors(
     """
     floor = zero * s[0]
     known = int((s > floor).sum())
+    # Equal values stand in runs; a run ends where the next value is smaller by more than rounding explains.
     apart = (s[:-1] - s[1:] > CHANCE * s[:-1])[:known]
     ends = [place + 1 for place in apart.nonzero()[:, 0].tolist()]
     for start, end in pairwise([0, *ends, known]):
         if start < rank and end - start > 1:
+            # U Uᵀ projects the draws onto the space by whatever basis U, so the result does not depend on U.
             rotation = _gram_schmidt(u[:, start:end].T @ _draw(u, end - start))
             u[:, start:end] = u[:, start:end] @ rotation
+            # The values of the run are equal, so turning both sides alike leaves the product as it is.
             vh[start:end] = rotation.T @ vh[start:end]
     if known < rank:
         for side in (u, vh.T):
@@ -126,6 +129,7 @@ def determine_vectors(
 
 
 def _draw(like: Tensor, count: int) -> Tensor:
+    # Drawn on the CPU: a GPU's generator gives other numbers for the same seed.
     return torch.randn(len(like), count, dtype=like.dtype, generator=torch.Generator().manual_seed(0)).to(like.device)
 
 
@@ -142,12 +146,15 @@ def _by_gram(wide: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     n, m = wide.shape
     columns = max(CHUNK, CHUNK_ELEMENTS // n)
+    # (n, n) of the short side: small enough for fp64, which the squares of the singular values need.
     gram = torch.zeros(n, n, dtype=torch.float64, device=wide.device)
     for chunk in wide.split(columns, dim=1):
         chunk_64 = chunk.double()
         gram.addmm_(chunk_64, chunk_64.T)
     u = _leading_eigenvectors(gram, rank)
+    # Σ Vᵀ, (k, m), in the dtype of the result: fp64 would double the memory of a large table's.
     scaled = torch.empty(rank, m, dtype=torch.float64 if wide.dtype == torch.float64 else torch.float32).to(wide.device)
+    # The lengths of the rows of Σ Vᵀ: roots of the Gram matrix's eigenvalues would lack the digits lost to squaring.
     squares = torch.zeros(rank, dtype=torch.float64, device=wide.device)
     for start, chunk in zip(range(0, m, columns), wide.split(columns, dim=1), strict=True):
         product = u.T @ chunk.double()
@@ -163,15 +170,18 @@ def _leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
     """Return the eigenvectors (n, k) of the largest eigenvalues of a Gram matrix (n, n), eigenvalues descending."""
     n = len(gram)
     if gram.device.type == "cpu" and n > LANCZOS_SIDE and rank * LANCZOS_SHARE <= n:
+        # ARPACK's own start vector is random, which would give each call other rounding and signs.
         start = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         try:
             values, vectors = eigsh(gram.numpy(), k=rank, which="LA", v0=start.numpy())
         except ArpackError:  # no convergence, or the matrix is zero
             pass
         else:
+            # Ascending. Of equal eigenvalues the start vector would choose the vectors, not `determine_vectors`.
             if (np.diff(values) > CHANCE * values[1:]).all():
                 return torch.from_numpy(vectors).flip(1)
     values, vectors = (ascending.flip(-1) for ascending in torch.linalg.eigh(gram))
+    # Both sides of a symmetric matrix have the same vectors; a copy, as each side is overwritten.
     return determine_vectors(vectors, values, vectors.mT.clone(), rank)[0]
 
 
@@ -184,6 +194,7 @@ def factor_params(m: int, n: int, rank: int, form: FactorForm = "plain") -> int:
 
 def largest_rank(m: int, n: int, form: FactorForm = "plain") -> int:
     """Return the largest rank whose factors have fewer numbers than the (m, n) matrix; 0 if there is none."""
+    # The largest k with k (m + n) < m n; and k (m + n - k) < m n is (m - k) (n - k) > 0.
     return (m * n - 1) // (m + n) if form == "plain" else min(m, n) - 1
 
 
@@ -197,6 +208,7 @@ def pivot_factors(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "A.weight" (k, n), "B.weight" (m - k, k), both in the dtype of the factors, and "order" (m,).
     """
     a, b = factors["A.weight"], factors["B.weight"]
+    # In an orthonormal basis of B's columns the choice of rows does not depend on how σ was shared between A and B.
     basis, inner = torch.linalg.qr(b.double())
     outputs = inner @ a.double()
     moment = outputs @ outputs.T
@@ -205,6 +217,7 @@ def pivot_factors(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     lengths = torch.linalg.cholesky(moment + floor * torch.eye(len(moment), dtype=moment.dtype, device=moment.device))
     # QR with column pivoting takes the rows that are longest beside those before: students with such pivots train
     # better than with others. torch has no QR with pivoting.
+    # lengths lengthsᵀ = outputs outputsᵀ, so these rows have the lengths and angles of the product's, in k columns.
     _, pivots = qr((basis @ lengths).T.cpu().numpy(), mode="r", pivoting=True)
     rows = torch.from_numpy(pivots[: basis.shape[1]].astype("int64")).to(basis.device)
     weights = torch.linalg.solve(basis[rows], basis, left=False)  # (m, k), by which the pivots give all rows
@@ -214,6 +227,7 @@ def pivot_factors(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         row, pivot = divmod(int(weights.abs().argmax()), weights.shape[1])
         if not weights[row, pivot].abs() > LARGEST_WEIGHT:
             break
+        # Sherman and Morrison's update of basis · basis[rows]⁻¹ for one other row.
         change = weights[row].clone()
         change[pivot] -= 1
         weights -= torch.outer(weights[:, pivot] / weights[row, pivot], change)

@@ -67,6 +67,7 @@ def read_sums(file: Path, names: list[str], *, gradients: bool) -> PartialSums:
     if stored is None:
         return PartialSums()
     sums, metadata = stored
+    # With another limit of memory the pass of this number may be one of other linears.
     if json.loads(metadata["names"]) != names or (gradients and metadata["gradients"] != "True"):
         return PartialSums()
     return PartialSums(int(metadata["done"]), sums, json.loads(metadata["sources"]))
@@ -112,6 +113,7 @@ class SavedFactors(Mapping[str, WeightedSVD]):
 
     def __setitem__(self, name: str, factors: WeightedSVD) -> None:
         """Write the factors of a matrix; a file of this name is replaced when the new one is complete."""
+        # As a tensor beside the others: fp64 keeps Python's floats exactly.
         figures = torch.tensor([factors.energy, factors.scale, factors.tokens, factors.seconds], dtype=torch.float64)
         tensors = {key: getattr(factors, key) for key in ("left", "values", "right")}
         _write_tensors(self._path_of(name), {**tensors, "figures": figures})

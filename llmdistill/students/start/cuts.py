@@ -154,8 +154,10 @@ class _LossSums(HookSums):
     @torch.no_grad()
     def _add(self, name: str, inputs: Tensor, gradients: Tensor) -> None:
         svd = self._factors[name].to(inputs.device)
+        # (..., k): v_i x and gᵀ u_i of each token
         projected_inputs = functional.linear(inputs.float(), svd.right)
         projected_gradients = gradients.float() @ svd.left
+        # In place, so that no third tensor of all tokens and factors is in memory.
         moved_Bk = self.sum_by_sequence(projected_inputs.mul_(projected_gradients)) * svd.values
         # gᵀ ΔW x = Σ_i (gᵀ u_i) σ_i (v_i x): all ranks follow from one number a factor and sequence.
         self._moved[name] = self._moved[name] + moved_Bk if name in self._moved else moved_Bk

@@ -126,6 +126,7 @@ class Measurement:
         passes = plan_passes(groups, sizes, gradients=gradients, memory=self.settings.memory)
         most, plural = max(part.bytes for part in passes) / GIB, "" if len(passes) == 1 else "es"
         say(f"{len(passes)} pass{plural} of at most {most:.3g} GiB of statistics")
+        # Every rank makes as many passes as the one with the most batches, see `Sampling.rounds`.
         rounds = largest_number(len(self._parts))
         for number, part in enumerate(passes):
             began = time.perf_counter()
@@ -133,6 +134,7 @@ class Measurement:
             missing = {name for name in owners if name.removeprefix(prefix) not in known}
             if not missing:
                 continue
+            # All linears of a pass are measured, also known ones: saved sums belong to a pass, not to a linear.
             moments = self._measure_moments(owners, rounds, f"{number + 1}-of-{len(passes)}")
             owners = {name: owner for name, owner in owners.items() if name in missing}
             moments = {name: moment for name, moment in moments.items() if name in missing}
@@ -225,6 +227,7 @@ class Measurement:
         for name in owners:
             linear = model.get_submodule(name)
             parameter = cast(Tensor, linear.weight)
+            # Gathering is a collective: every rank enters it for every matrix, although one of them keeps it.
             with gathered(parameter):
                 if name in moments:
                     weight = matrix(linear).detach()
@@ -234,9 +237,11 @@ class Measurement:
         def decompose() -> dict[str, Any]:
             decomposed = {}
             for name in progress(list(moments), "Decomposing", "matrices"):
+                # Out of the dict, so that a matrix and its moments are freed when they are decomposed.
                 weight = weights.pop(name)
                 moved = weight if self.device is None else weight.to(self.device)
                 factors = DECOMPOSE[self.method](moved, moments.pop(name), wanted[name])
+                # On the CPU, as the factors of all matrices together may be larger than the model.
                 decomposed[name] = factors.to(torch.device("cpu"))
                 give_back_memory()
             return decomposed
@@ -291,6 +296,7 @@ def plan_passes(
         for name in group:
             m, n = shapes[name]
             input_bytes, output_bytes = 4 * n * n, 4 * m * m if gradients else 0
+            # The linears of a group after the first add no moment of inputs.
             size = output_bytes if part else input_bytes + output_bytes
             if not passes or passes[-1].bytes + size > memory * GIB:
                 passes.append(Pass())

@@ -112,6 +112,7 @@ class _Sums(HookSums):
         self._read: deque[tuple[Tensor, str]] = deque(maxlen=2)
         """The last tensors that linears read, each with the linear that read it first: no more are kept alive."""
         known = {key: tensor.to(model.device) for key, tensor in resumed.sums.items()}
+        # What is left are the moments, each under its kind and the name of its linear.
         self.tokens = known.pop("tokens", self.tokens)
         self._inputs, self._gradients = (
             {key.partition(" ")[2]: tensor for key, tensor in known.items() if key.startswith(kind)}
@@ -140,11 +141,13 @@ class _Sums(HookSums):
             if self._has_gradients:
                 self._reduce(self._gradients, {name: m for name, (m, _) in self._shapes.items()}, reduce)
         for lower in (*self._inputs.values(), *self._gradients.values()):
+            # The blocks on the diagonal are whole already; what is right of them mirrors what is below.
             for start in range(0, len(lower), BLOCK):
                 here, below = slice(start, start + BLOCK), slice(start + BLOCK, None)
                 lower[here, below] = lower[below, here].T
         measured = chain(self._inputs.items(), self._gradients.items())
         tokens = self.count_tokens((f"the inputs or gradients of {name}", moment) for name, moment in measured)
+        # A moment of zeros is that of a linear that never ran in these data, or whose output the loss does not read.
         inputs, gradients = (
             {name: moment for name, moment in sums.items() if moment.any()} for sums in (self._inputs, self._gradients)
         )
@@ -166,12 +169,14 @@ class _Sums(HookSums):
     def _add_call(
         self, gradients: bool, name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
     ) -> Tensor | None:
+        # The first run of a layer has counted its inputs, and its graph is the one that the gradients come through.
         counts = self.phase != "recompute"
         if counts:
             self.check(name, inputs[0])
             if name not in self._source:
                 same = (first for tensor, first in self._read if identity(tensor) == identity(inputs[0]))
                 self._source[name] = next(same, name)
+            # Of linears that read the same tensor only the first adds it up.
             if self._source[name] == name:
                 self._read.append(
                     (inputs[0].detach(), name)
@@ -181,6 +186,7 @@ class _Sums(HookSums):
             return None
         # The graph begins at the first linear that is measured, as no weight requires a gradient: the layers below it
         # take no part in the backward pass.
+        # A layer that runs again must build the same graph as before, so it gets its hook too.
         return hook_gradient(
             output,
             (lambda gradient: _add_outer_products(self._gradients, name, self.rows(gradient))) if counts else None,
@@ -193,10 +199,12 @@ BLOCK = 256
 
 def _add_outer_products(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> None:
     """Add Σ x xᵀ to the lower triangle; `_Sums.moments` copies it to the upper one."""
+    # Squares of 16-bit numbers overflow (fp16), or are lost beside the sum (bf16).
     rows = rows_NK.float()
     width = rows.shape[1]
     if name not in sums:
         sums[name] = rows.new_zeros(width, width)
     for end in range(BLOCK, width + BLOCK, BLOCK):
         here = slice(end - BLOCK, end)
+        # (BLOCK, end): rows of the moment up to their own columns
         sums[name][here, :end].addmm_(rows[:, here].T, rows[:, :end])

@@ -87,12 +87,14 @@ def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequenc
     row, length = int(lengths_B.argmax()), min(int(lengths_B.max()), _FEW_TOKENS)
     real_T = (batch.attention_mask[row] != 0).nonzero()[:length, 0]
     words_T = batch.input_ids[row, real_T]
+    # Each id minus one, and 1 for 0: other tokens, which every vocabulary has.
     ids_3T = torch.stack([words_T, (words_T - 1).abs(), words_T])
     segments = None if batch.token_type_ids is None else batch.token_type_ids[row, real_T].expand(3, -1)
     probe = Batch(ids_3T, torch.ones_like(ids_3T), torch.full_like(ids_3T, IGNORE_INDEX), token_type_ids=segments)
     read: list[tuple[str, Tensor, tuple[object, ...]]] = []
 
     def record_input(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        # The tensor is kept alive: an address that is freed may be that of another tensor in a later call.
         read.append((name, inputs[0], identity(inputs[0])))
 
     handles = [model.get_submodule(name).register_forward_pre_hook(partial(record_input, name)) for name in names]
@@ -146,6 +148,7 @@ def run_sampled(
     limit, layers = graph_tokens(model), list(layers_of(model))
 
     def step(tapped: TappedModel, sums: HookSums, batch: Batch) -> None:
+        # The share of the layers that may keep their graph is limit / tokens; the first layers drop theirs.
         dropped = max(0, math.ceil(len(layers) * (1 - limit / batch.input_ids.numel()))) if gradients else len(layers)
         again = layers[:dropped] if gradients else []
         # Memory that a layer frees lies between the tensors that it keeps; returned at once, it does not fragment.
@@ -193,6 +196,7 @@ def graph_tokens(model: PreTrainedModel) -> int:
     """
     # A quarter of the model's bytes was over the aim for the peak.
     values_per_token = 2 * sum(m for m, _ in layer_linears(model).values())
+    # Tokens times values times itemsize are at most 4 bytes times parameters / 8.
     return max(1, count_parameters(model) // (2 * values_per_token * model.dtype.itemsize))
 
 
@@ -209,6 +213,7 @@ def _recomputing(layers: Sequence[nn.Module], sums: HookSums) -> Iterator[None]:
             # Running again, it would find its own keys in the cache (FlauBERT always has one).
             if any(isinstance(value, Cache) for value in (*args, *more.values())):
                 return forward(*args, **more)
+            # In evaluation mode nothing is drawn, so there is no state of a generator to restore.
             return checkpoint(
                 forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **more
             )
@@ -311,7 +316,7 @@ def _compute_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tens
     w_VK = head.weight
     vocabulary = head.rows.shape[1] if w_VK is None else len(w_VK)
     size = max(_CHUNK_BYTES, 0 if w_VK is None else w_VK.nbytes // 32)
-    count = max(1, size // (4 * vocabulary))
+    count = max(1, size // (4 * vocabulary))  # rows of logits in fp32
     for start in range(0, len(head.rows), count):
         here = slice(start, start + count)
         rows = head.rows[here]
@@ -333,10 +338,12 @@ def _compute_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tens
 def _draw_uniform(batch: Batch, width: int, seed: int) -> Tensor:
     """Draw uniform random numbers (B, T, width) for each token; they follow from the seed and the id of its row."""
     rows, length = batch.input_ids.shape
+    # Without ids a sequence is known only by its place in the batch.
     ids: Sequence[Any] = batch.sample_ids or [(row,) for row in range(rows)]
     numbers = []
     for sample_id in ids:
         # The multiplier (2^64 by the golden ratio) keeps the seeds of neighboring runs and samples apart.
         generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + int(sample_id[0])) % 2**63)
+        # On the CPU, whose numbers do not depend on the device of the model
         numbers.append(torch.rand(length, width, generator=generator))
     return cast(Tensor, torch.stack(numbers)).to(batch.input_ids.device)

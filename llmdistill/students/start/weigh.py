@@ -104,6 +104,7 @@ def _choose_checked_ranks(source: CalibrationSource, settings: FactorizeConfig) 
 
     def choose() -> dict[str, WeightedFactors]:
         if not world.is_main:
+            # Factors are on rank 0 alone, so only it can choose ranks.
             return dict.fromkeys(names, _NOTHING)
         return {name: choose_ranks(source.config, replace(settings, allocation=name), factors) for name in names}
 
@@ -138,7 +139,9 @@ def _make_factors(source: CalibrationSource, settings: FactorizeConfig) -> Mappi
         losses = {} if folder is None else folder.predicted_losses
         return bool(losses)
 
+    # All ranks must go the same way: measuring takes all of them, and only rank 0 sees the folder.
     if not on_main(are_known):
+        # Names come from the config, which all ranks have; the others have no factors to list them by.
         names = _matrix_shapes(build_reference(source.config))
         losses = _make_measurement(source, settings).predict_losses(factors, names)
         if folder is not None:

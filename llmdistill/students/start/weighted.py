@@ -81,7 +81,9 @@ class WeightedSVD:
         With gradients the cost is the predicted increase of the loss in nats, without them half the squared error of
         the outputs.
         """
+        # Rank 0 keeps nothing.
         energies = torch.nn.functional.pad(self.values.double().square().cumsum(0), (1, 0))
+        # At the full rank rounding may leave a little less than nothing.
         costs: list[float] = ((self.energy - energies).clamp(min=0.0) * self.scale).tolist()
         return costs
 
@@ -94,10 +96,12 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
     """
     inner = damp(moments.inputs.to(weight.device), INPUT_DAMPING)[1]
     outer = None if moments.gradients is None else damp(moments.gradients.to(weight.device), GRADIENT_DAMPING)[1]
+    # Rᵀ W L, (m, n)
     whitened = weight.double() @ inner
     if outer is not None:
         whitened = outer.T @ whitened
     u, s, vh = truncated_svd(whitened, rank)
+    # R⁻ᵀ U, by substitution: no inverse is formed.
     left = u if outer is None else torch.linalg.solve_triangular(outer.T, u, upper=True)
     # Vᵀ L⁻¹ = X is the solution of X L = Vᵀ.
     right = torch.linalg.solve_triangular(inner, vh, upper=False, left=False)
@@ -197,6 +201,7 @@ class WeightedFactors:
     def with_losses(self, losses: Mapping[str, float]) -> WeightedFactors:
         """Return the same ranks at the costs that `predict_losses` gives; a matrix's other ranks cost in proportion."""
         costs = {name: self.factors[name].costs()[self.ranks[name]] for name in losses}
+        # A matrix that costs nothing at its rank gives no ratio, and keeps its own costs.
         ratios = {name: losses[name] / cost for name, cost in costs.items() if cost > 0 and losses[name] > 0}
         return replace(self, factors=RescaledFactors(self.factors, ratios)).with_ranks(self.ranks)
 
@@ -253,6 +258,7 @@ def allocate(
     for name, svd in factors.items():
         (m, n), costs = svd.shape, svd.costs()
         largest = min(largest_rank(m, n, form), len(svd.values))
+        # A rank above `largest` has no fewer parameters than the dense matrix, which is the last option.
         ranks = list(range(multiple, largest + 1, multiple)) or ([largest] if largest > 0 else [])
         factored = ((factor_params(m, n, rank, form), costs[rank], rank) for rank in ranks)
         options[name] = [*factored, (m * n, 0.0, None)]

@@ -101,6 +101,7 @@ class _TableSums(HookSums):
             self.handles.append(model.get_submodule(head).register_forward_pre_hook(self._add_head_inputs))
 
     def _add_lookups(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        # Ids (B, T) as values (B, T, 1), of which `check` and `rows` know the axes
         self.check("", inputs[0][..., None])
         counts = self.sums["counts"]
         counts += torch.bincount(self.rows(inputs[0][..., None])[:, 0], minlength=len(counts))
@@ -187,6 +188,7 @@ def weighted_table(table: Tensor, moments: TableMoments, rank: int) -> WeightedT
     a, b = u * s / rows, torch.linalg.solve_triangular(root, vh, upper=False, left=False)
     if len(forms) > 1:
         a, b = _alternate(exact, forms, b)
+    # With gradients the Fisher matrix of the tokens' sum is a product of two sums over tokens, divided by their number.
     power = 1 if moments.gradients is None else 2
     cost = sum(form.at(exact - a @ b) for form in forms) / (2 * moments.tokens**power)
     return WeightedTable(left=a.float(), right=b.float(), cost=cost, tokens=moments.tokens)
@@ -213,6 +215,7 @@ def _make_quadratic_forms(table: Tensor, moments: TableMoments) -> list[_Quadrat
             _QuadraticForm(lookups, damped_columns(moments.gradients)),
             _QuadraticForm(damped_rows(moments.head_outputs), inputs),
         ]
+    # Each is divided by what it gives for the whole table, up to a common factor, so that both uses count alike.
     lookup_form, head_form = _QuadraticForm(lookups, identity), _QuadraticForm(ones, inputs)
     return [lookup_form, _QuadraticForm(lookup_form.at(table) / head_form.at(table) * ones, inputs)]
 
@@ -230,6 +233,7 @@ def _alternate(table: Tensor, forms: list[_QuadraticForm], b: Tensor) -> tuple[T
     """Minimize the sum of two forms by alternating least squares, from B on; no half-step raises the cost."""
     # Scaled so that both matrices have the same trace, because their sum is decomposed.
     (p, g), (q, c) = ((form.rows * form.columns.trace(), form.columns / form.columns.trace()) for form in forms)
+    # G and C do not change between rounds, P and Q do.
     outer, column_shares = _diagonalize_both(g, c)
     energy = sum(form.at(table) for form in forms)
     before = energy
@@ -245,6 +249,7 @@ def _alternate(table: Tensor, forms: list[_QuadraticForm], b: Tensor) -> tuple[T
         divisors = (1 - shares)[:, None] * (1 - column_shares) + shares[:, None] * column_shares
         b = basis @ (basis.T @ right @ outer / divisors) @ outer.T
         cost = energy - float((right * b).sum())  # B is the minimum for this A
+        # A and B of the last round are kept, as no half-step raises the cost.
         if cost > before * (1 - LEAST_GAIN):
             break
         before = cost
@@ -254,6 +259,7 @@ def _alternate(table: Tensor, forms: list[_QuadraticForm], b: Tensor) -> tuple[T
 def _diagonalize_both(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return X and λ from 0 to 1 with Xᵀ (P + Q) X = 1 and Xᵀ Q X = diag(λ), so that Xᵀ P X = diag(1 − λ)."""
     root = torch.linalg.cholesky(add_ridge(p + q, _RIDGE))
+    # L⁻¹ Q L⁻ᵀ with L Lᵀ = P + Q, one side at a time; Q is symmetric.
     half = torch.linalg.solve_triangular(root, q, upper=False)
     whitened = torch.linalg.solve_triangular(root, half.T, upper=False)
     # eigh reads one triangle; the mean removes the asymmetry that two triangular solves leave.

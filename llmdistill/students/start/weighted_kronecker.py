@@ -53,6 +53,7 @@ class WeightedKronecker:
     def parameters(self, shape: KroneckerShape, _sigma: Sigma) -> dict[str, Tensor]:
         """Return the parameters of a KroneckerLinear; the two factors of a product have the same norm."""
         assert tuple(shape) == (*self.a.shape[1:], len(self.a)), (shape, self.a.shape)
+        # Two factors of zero, of a product that adds nothing, must not become NaN.
         norm_a, norm_b = (factor.flatten(1).norm(dim=1).clamp(min=1e-30)[:, None, None] for factor in (self.a, self.b))
         return {"A": self.a * (norm_b / norm_a).sqrt(), "B": self.b * (norm_a / norm_b).sqrt()}
 
@@ -147,8 +148,10 @@ def _improve(state: _State, sides: _Sides) -> _State:
         return torch.cholesky_solve(torch.cholesky_solve(mixed, left_root).mT, right_root).mT
 
     a, error, image = state.a, state.error, state.image
+    # Half the negative gradient of the cost at A; `image` is G Δ C.
     residual = state.contracted(image)
     direction = solve(residual)
+    # The residual's square in the norm of the preconditioner
     size = float((residual * direction).sum())
     for _ in range(STEPS):
         moved = state.product(direction)
@@ -160,6 +163,7 @@ def _improve(state: _State, sides: _Sides) -> _State:
         a, error, image = a + step * direction, error - step * moved, image - step * weighted
         residual = state.contracted(image)
         scaled = solve(residual)
+        # The next direction is conjugate to all earlier ones.
         before, size = size, float((residual * scaled).sum())
         direction = scaled + size / before * direction
     return replace(state, a=a, error=error, image=image)
@@ -170,6 +174,7 @@ def _guess_by_whitening(sides: _Sides, weight: Tensor, shape: KroneckerShape) ->
     (r_a, r_b), (l_a, l_b) = (
         tuple(torch.linalg.cholesky(add_ridge(factor, _RIDGE)) for factor in pair) for pair in sides
     )
+    # (m1, m2, n1, n2)
     blocks = weight.reshape(shape.m1, len(r_b), shape.n1, len(l_b))
     whitened = torch.einsum("ikjl,ip,kq,jr,lt->pqrt", blocks, r_a, r_b, l_a, l_b).reshape(weight.shape)
 
@@ -192,4 +197,5 @@ def _find_nearest_product(moment: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 def _sum_products(a: Tensor, b: Tensor) -> Tensor:
     (_, m1, n1), (_, m2, n2) = a.shape, b.shape
+    # (m1, m2, n1, n2) -> (m, n), with an element of A for each block of B's size
     return torch.einsum("sij,skl->ikjl", a, b).reshape(m1 * m2, n1 * n2)
