@@ -70,6 +70,7 @@ def to_host_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
     """
     if tensor.device.type != "cuda":
         return tensor.tolist
+    # A copy to memory that is not pinned would make the host wait at once.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()

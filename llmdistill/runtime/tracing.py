@@ -189,6 +189,7 @@ def on_gpu() -> Iterator[None]:
         # The kernel with a mask adds it to the scores, so it is a copy in the dtype of the queries.
         bias = attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
         bias = bias.expand(*query.shape[:3], key.shape[2])
+        # True: with the log-sum-exp of the scores, which the backward pass reads.
         return EFFICIENT_ATTENTION(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
 
     functional.scaled_dot_product_attention = attention

@@ -180,6 +180,7 @@ class TappedModel:
 
     def compute_losses(self, batch: Batch, terms: BoundTerms) -> Losses:
         """Run the student on a batch and compute the terms of its loss and their gradients."""
+        # The trainer has found the rows on the CPU already; other callers may not have.
         batch = batch.with_label_rows(shift=self.shift)
         taps = Taps() if terms.teacher is None else terms.teacher.taps
         layers = LayerLosses(terms.layer_terms, taps, batch.attention_mask)

@@ -81,6 +81,7 @@ class HeadLosses:
             )
             teacher = None if self._terms.teacher is None else self._terms.teacher.lm_head.get(place)
             with ExitStack() as gathered_heads, without_autocast(labels_N.device):
+                # The losses multiply by the head of a sharded teacher, which must be whole for that.
                 for teacher_head in () if teacher is None else teacher.heads:
                     gathered_heads.enter_context(gathered(teacher_head.weight, teacher_head.bias))
                 losses = token_losses(rows, teacher, labels_N, terms, factors, vocabulary=self._vocabulary)

@@ -131,7 +131,7 @@ class RemoteTeacher(AsyncTeacher):
         sequences = [
             ids_T[mask_T == number]
             for ids_T, mask_T in zip(ids_BT, mask_BT, strict=True)
-            for number in range(1, int(mask_T.max()) + 1)
+            for number in range(1, int(mask_T.max()) + 1)  # a packed row numbers its sequences from 1
         ]
         return replace(batch, requests=tuple(self._server.ask(ids.tolist()) for ids in sequences))
 

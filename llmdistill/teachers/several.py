@@ -60,6 +60,7 @@ class TeachersOfRows(Teacher):
         """Run each teacher on its own rows of a decoder's batch."""
         assert tuple(lm_head) == ("labels",), "the positions of decoders are those of the labels"
         device, there = batch.input_ids.device, batch.to("cpu").with_label_rows(shift=True)
+        # The row of each label, from its flat position b·T + t.
         row_N = there.rows_at("labels") // there.input_ids.shape[1]
         unknown = set(batch.teachers) - set(self.teachers)
         if unknown:  # in a stream; the rows of other sets are checked before the training

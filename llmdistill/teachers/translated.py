@@ -84,7 +84,7 @@ class Translation:
         sequences = [
             self._translate_sequence(ids_T[mask_T == number], labels_T[mask_T == number] != IGNORE_INDEX)
             for ids_T, mask_T, labels_T in zip(ids_BT, mask_BT, labels_BT, strict=True)
-            for number in range(1, int(mask_T.max()) + 1)
+            for number in range(1, int(mask_T.max()) + 1)  # a packed row numbers its sequences from 1
         ]
         columns: dict[str, list[np.ndarray]] = {name: [] for name in ("spans", "pairs", "student_spans", "starts")}
         rows, num_spans = 0, 0
@@ -185,6 +185,7 @@ class Translation:
                 continue
             pieces = self._student.split(part)
             if not student_spans:  # a window of a text may begin within a character, whose rest no text has
+                # The bytes from 0x80 to 0xBF continue a character of UTF-8.
                 rest = next((n for n, piece in enumerate(pieces) if not 0x80 <= (piece or b" ")[0] < 0xC0), len(pieces))
                 student_spans.append(np.full(rest, -1))
                 pieces = pieces[rest:]

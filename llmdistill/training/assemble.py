@@ -119,6 +119,7 @@ def make_engine(plan: Plan, student_folder: Path, embeddings: Tensor | None) -> 
     if plan.models.copies_classifier:
         set_classifier(student, read_classifier(str(plan.models.teacher_path), plan.models.teacher_head))
     adapt(student, config.student, config.seed)
+    # After the adapters, which freeze all weights that are there.
     projectors = add_projectors(student, plan.method.projections, config.seed, embeddings=embeddings)
     return build_engine(student, plan.ds_config, config.train), projectors
 

@@ -64,6 +64,7 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path) 
     ids, lengths = np.array([(item.sample_id, len(item)) for item in items], dtype=np.int64).T
     shards = plan_shards(ids, lengths, settings)
     in_order = [index for shard in shards for batch in shard for index in batch]
+    # In the order of the shards, so that the checksum of the ids covers the plan of the shards too.
     record = _record(plan, data, settings, ids[in_order], lengths[in_order])
     job = Job(
         folder=folder,
@@ -86,6 +87,7 @@ def make_cache(plan: Plan, data: TaskData, settings: CacheConfig, folder: Path) 
 def _write(plan: Plan, job: Job, missing: Sequence[int], scorer: Callable[..., Any] | None) -> None:
     """Write the missing shards by a scorer, by vLLM, which drives all GPUs from one process, or by the live teacher."""
     if scorer is not None:
+        # A server answers all ranks at once, so each of them writes its share.
         write_by_scorer(job, missing[World.current().rank :: World.current().size], scorer)
         return
     if job.settings.engine == "vllm":
@@ -173,7 +175,9 @@ def _data_record(config: RunConfig) -> dict[str, Any]:
     if values["data"]["kind"] == "text":
         text = values["data"]["text"]
         settings |= {"data.valid": values["data"]["valid"], **{f"data.text.{key}": text[key] for key in _TEXT_KEYS}}
+        # The seed draws the documents of a fraction.
         settings |= {"seed": values["seed"]} if text["fraction"] < 1 else {}
+    # data.train and data.task: data.valid gives no examples.
     return settings | {f"content of {key}": each for key, each in contents.items() if key.startswith("data.t")}
 
 

@@ -72,6 +72,7 @@ def measure_weights(plan: Plan, teacher: Callable[[], LoadedTeacher], data: Task
     source = CalibrationSource(
         config=plan.models.teacher,
         teacher=teacher,
+        # Kept statistics need no data, so these are read at the first use.
         batches=cache(lambda: _batches_of_run(plan, data)),
         device=world.device,
         saved=_open_saved(plan.config, lambda: fingerprint(plan.models.teacher_path), plan.models.teacher_dtype),
@@ -96,6 +97,7 @@ def measure_parts(plan: Plan, teacher: Callable[[], LoadedTeacher], data: TaskDa
         return None
     began = time.perf_counter()
     batches, _ = _batches_of_run(plan, data)
+    # A sharded teacher needs all ranks in each pass, so a rank with fewer batches makes as many passes.
     rounds, reduce = largest_number(len(batches)), dist.all_reduce if world.size > 1 else None
     importance = measure_importance(teacher().model, batches, reduce=reduce, rounds=rounds)
     sizes = [shape_of(each).num_layers for each in (plan.models.student, plan.models.teacher)]
@@ -163,6 +165,7 @@ def measure_weights_on(
             if origin is not None:
                 return fingerprint(origin)
             tensors = ((name, each.detach().cpu().contiguous()) for name, each in model.state_dict().items())
+            # As bytes, because numpy has no bfloat16.
             arrays = ((f"{name} {each.dtype}", each.reshape(-1).view(torch.uint8).numpy()) for name, each in tensors)
             return memory_fingerprint({"config": json.loads(model.config.to_json_string()), "tokenizer": words}, arrays)
 
@@ -229,12 +232,14 @@ def nearest_rotation(
     """
     world = World.current()
     items, collate = examples
+    # Every so many sentences, rounded up, so that they come from the whole set.
     chosen = [items[index] for index in range(0, len(items), -(-len(items) // _SENTENCES))]
     chosen.sort(key=len, reverse=True)  # batches of equal lengths have little padding
     student = untrained().to(world.device) if world.is_main else None  # type: ignore[arg-type]
     product: Tensor | float = 0.0
     for start in progress(range(0, len(chosen), _SENTENCES_A_BATCH), "Matching embeddings", "batches"):
         batch = collate(chosen[start : start + _SENTENCES_A_BATCH]).to(world.device)
+        # (B, width of the teacher); below, ours are (B, width of the student).
         theirs = teacher.compute_targets(batch, lm_head=()).sequence_logits
         assert theirs is not None, "the teacher gives no embeddings"
         if student is not None:
@@ -292,6 +297,7 @@ def calibration_batches(
             f"give {world.size} or more"
         )
     size = _batch_size(calibration)
+    # A loader of one rank: its steps are batches, which the ranks take in turn.
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
     loader = (_read(config, models) if data is None else data).loader(share)
     count = -(-calibration.examples // size)
@@ -305,6 +311,7 @@ def calibration_batches(
 
 def _batch_size(calibration: CalibrationConfig) -> int:
     world = World.current()
+    # Small enough that every rank gets a batch.
     return min(calibration.micro_batch_size, calibration.examples // world.size)
 
 

@@ -147,12 +147,14 @@ def load_checkpoint(engine: Any, folder: Path) -> Checkpoint | None:
     if newest is not None:
         on_every(partial(_check_parameters, engine, newest))
         if set(newest.manifest["kinds"]) - {WEIGHT}:
+            # A new optimizer has no moments yet, so there is nothing to write the saved ones into.
             create_state(engine)
         with restoring(engine):
             on_every(partial(_restore, fragments(engine), newest))
         state = newest.manifest["state"]
         set_counters(engine, state["counters"])
         engine.skipped_steps = state["skipped_steps"]
+        # DeepSpeed finds by its own counters where a step ends, and what its log says.
         engine.global_steps = newest.step
         engine.global_samples = newest.step * engine.train_batch_size()
         engine.micro_steps = newest.step * engine.gradient_accumulation_steps()
@@ -168,6 +170,7 @@ def _count_trained(engine: Any) -> dict[str, int]:
 def _write(engine: Any, target: Path) -> dict[str, dict[str, Any]]:
     """Write this rank's fragments; returns {file name: its entry in the manifest}."""
     world = World.current()
+    # Without ZeRO every rank holds the same, and one copy is enough.
     if engine.zero_optimization_stage() == 0 and not world.is_main:
         return {}
     file = target / f"rank-{world.rank:05d}.safetensors"
@@ -178,6 +181,7 @@ def _write(engine: Any, target: Path) -> dict[str, dict[str, Any]]:
     }
     try:
         save_file(tensors, file)
+        # The manifest says that the file is there, so it is on the disk first.
         sync(file)
         return {file.name: file_entry(file)}
     except (OSError, SafetensorError) as error:
@@ -190,6 +194,7 @@ def _newest_whole(folder: Path) -> Checkpoint | None:
 
     def put_aside() -> None:
         for each in damaged:
+            # An earlier checkpoint of this step may have been put aside already.
             names = (each.folder.with_name(f"damaged-{each.folder.name}{f'-{n}' if n else ''}") for n in count())
             each.folder.rename(next(name for name in names if not name.exists()))
 
@@ -227,7 +232,8 @@ def _restore(wanted: list[Fragment], checkpoint: Checkpoint) -> None:
         for name in checkpoint.manifest["files"]:
             file = opened.enter_context(safe_open(checkpoint.folder / name, framework="pt"))
             for key in file.keys():  # noqa: SIM118 (not a dict)
-                kind, begin, parameter = key.split("/", 2)
+                kind, begin, parameter = key.split("/", 2)  # as `_write` names them
+                # A slice is read from the disk only where a fragment takes something of it.
                 parts.setdefault((kind, parameter), []).append((int(begin), file.get_slice(key)))
         # A fragment of this rank may lie across several of those that other ranks, stages or buckets have saved.
         for fragment in wanted:

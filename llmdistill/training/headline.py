@@ -26,6 +26,7 @@ def headline(plan: Plan, data_report: str) -> str:
         f"Student     {sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%}){form}\n"
         f"Method      {' + '.join(plan.config.methods())}: {', '.join(plan.method.weights)}\n"
         f"Data        {task}, {data_report.rstrip('.')}{describe_share(plan)}\n"
+        # chr(10) is the line feed: before Python 3.12 an f-string takes no backslash.
         f"{'' if prompt is None else f'Prompt      {describe_prompt(prompt)}' + chr(10)}"
         f"Batch       {train.global_batch_size} = {split.micro_batch_size} x {plan.world_size} rank(s) x "
         f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in {dtype}, ZeRO-{stage}"

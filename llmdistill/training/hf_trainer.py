@@ -75,6 +75,7 @@ class DistillationTrainer(Trainer):
             return batches, None
         self._term_steps += 1
         counts = self.distillation.counts(batches)
+        # One collective for all kinds of positions.
         stacked = torch.stack([counts[name] for name in POSITIONS]).to(device)
         return batches, self.accelerator.reduce(stacked, "sum")
 
@@ -98,6 +99,7 @@ class DistillationTrainer(Trainer):
             return loss
         outputs = {"loss": loss}
         if self.compute_metrics is not None:
+            # The loss has no logits, so metrics take a forward pass more.
             outputs["logits"] = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
         return loss, outputs
 

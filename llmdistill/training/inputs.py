@@ -135,6 +135,7 @@ def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs
     inputs.mkdir(parents=True, exist_ok=True)
     with temporary_folder(inputs / role) as part:
         save_with_tokenizer(model, tokenizer, part)
+        # The name tells the content, so that the same call finds the same folder.
         folder = inputs / f"{role}-{fingerprint(part).partition(':')[2][:16]}"
         damage = folder_damage(folder) if folder.is_dir() else None
         if damage is not None:
@@ -142,7 +143,7 @@ def model_folder(model: Model, tokenizer: PreTrainedTokenizerBase | None, inputs
         if not folder.is_dir():
             write_manifest(part)
             apply_umask(part)
-            part.rename(folder)
+            part.rename(folder)  # whole or not at all
     return str(folder)
 
 

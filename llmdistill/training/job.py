@@ -159,6 +159,7 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
         if not exists_on_main(trained / "config.json"):
             with _open_training(plan, untrained, trained, teacher, data, callbacks) as (trainer, start, watching):
                 trainer.run(start, watching)
+            # They hold the engine, whose memory goes with the last reference.
             del trainer, watching
             teacher.release()
             free_memory(world.device)  # scoring has the room of the engine and the teacher

@@ -23,7 +23,7 @@ from llmdistill.training.checks import HANDED_OVER
 from llmdistill.training.plan import Plan
 from llmdistill.training.trainer import Trainer
 
-_K = 10
+_K = 10  # the ten of TOP_SHARED
 
 
 def describe_share(plan: Plan) -> str:
@@ -58,6 +58,7 @@ def make_rollout_loader(
             max_new_tokens=config.data.max_length - config.data.max_prompt_length,
             end_token_ids=ends,
             pad_token_id=tokenizer.pad_token_id,
+            # ZeRO-3 gathers parameters in each forward pass, so the ranks write equally many tokens.
             synced=engine.zero_optimization_stage() == 3,
         )
     else:
@@ -103,6 +104,7 @@ class OwnAnswers:
             return
         trainer, moved = self.trainer, self.trainer.to_device(batch)
         labels_N, written_N = moved.row_labels(shift=trainer.student.shift), moved.written_log_probs
+        # Labels, shared tokens, and differences of log-probabilities.
         sums = torch.zeros(3, dtype=torch.float64, device=World.current().device)
         trainer.engine.eval()
         with torch.no_grad():

@@ -253,8 +253,10 @@ def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str
     _compare(folder, old, record, may_go_on=may_go_on)
     if old is not None and len(record.get(_STEPS, ())) > len(old.get(_STEPS, ())):
         locks.append(_lock(folder))  # another process may be at the end that is forgotten
+        # Before the record has the new steps: after a kill in between it is done again.
         _forget_end(folder)
     write_json(folder / RUN_FILE, record)
+    # The record has made the folder in which the lock lies.
     locks += [] if locks else [_lock(folder)]
 
 
@@ -263,6 +265,7 @@ def _lock(folder: Path) -> IO[str]:
     file = (folder / LOCK_FILE).open("w", encoding="utf-8")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # POSIX lets a system choose between these two for a lock that is taken.
     except (BlockingIOError, PermissionError) as error:
         file.close()
         raise UserError(

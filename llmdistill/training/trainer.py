@@ -75,6 +75,7 @@ class Trainer:
         batches = [self.to_device(batch) for batch in micro_batches]
         # Before any forward pass, because that makes the gradients of the terms, with the divisors in them.
         counts = global_counts(batches)
+        # A batch without a position of one kind has a sum of 0 there, and 0 / 1 is 0.
         divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
         # DeepSpeed averages over ranks and accumulation steps; our sums are divided by the global count already.
         undo_average = World.current().size * len(batches)
@@ -86,6 +87,7 @@ class Trainer:
                 teacher_outputs = self.compute_targets(batch)
             losses = self.student.compute_losses(batch, self.method.bind_terms(teacher_outputs, batch, divisors))
             self.engine.backward(losses.total * undo_average)
+            # DeepSpeed counts the micro batches, and steps the optimizer at the last one alone.
             self.engine.step()
             sums = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.terms.items()}
             values.append(torch.stack([sums.get(name, nothing) for name in self.method.weights]))
@@ -140,6 +142,7 @@ class Trainer:
     def _seed(self, step: int) -> None:
         """Seed torch by the run's seed, the step and the rank, so that a resumed run draws the same random numbers."""
         # Collisions do not occur in practice.
+        # The ranks draw different dropout.
         torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + World.current().rank)
 
 
@@ -161,6 +164,7 @@ class Stopwatch:
     def measured(self) -> Iterator[None]:
         """Add the time spent in the block."""
         if self._on_gpu:
+            # Events lie in the queue of the GPU: the clock of the host would only time the launches.
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             yield
@@ -179,7 +183,7 @@ class Stopwatch:
         """Return the seconds measured since the last call."""
         for begin, end in self._events:
             end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1000
+            self._seconds += begin.elapsed_time(end) / 1000  # milliseconds
         seconds, self._seconds = self._seconds, 0.0
         self._events.clear()
         return seconds

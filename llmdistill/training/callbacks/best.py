@@ -92,6 +92,7 @@ class BestStudent:
 
         if on_main(is_better):
             target = self.folder / _FOLDER / f"step-{step}"
+            # A save that was killed may have left half a student there.
             on_main(lambda: shutil.rmtree(target, ignore_errors=True))
             self.save(target)
             on_main(record)

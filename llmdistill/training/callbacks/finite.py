@@ -133,9 +133,10 @@ class FiniteSteps:
         norm = self.trainer.engine.get_global_grad_norm()
         # A norm of 0 stands for one that DeepSpeed has not computed.
         norm = norm if isinstance(norm, Tensor) else torch.full((), float(norm or 0.0), device=losses.device)
+        # The divisors were global, so the sum over micro batches and ranks is the term of the whole batch.
         totals = all_reduce_sum(losses.detach().sum(0))
         figures = torch.cat([totals, norm.to(totals).reshape(1)])
-        self._last = _Step(step, batches, losses, to_host_later(figures))
+        self._last = _Step(step, batches, losses, to_host_later(figures))  # the copy goes on while the next step runs
         return before
 
     def check_last(self) -> StepTerms | None:
@@ -155,6 +156,7 @@ class FiniteSteps:
 
     def check_student(self, step: int) -> None:
         """Check what would be saved after a step: a finite step of a large learning rate can overflow the weights."""
+        # What a checkpoint saves: weights in the precision of the optimizer, and moments.
         held = fragments(self.trainer.engine)
         is_finite = torch.stack([each.read().isfinite().all() for each in held]).tolist() if held else []
         own = next((each for each, fine in zip(held, is_finite, strict=True) if not fine), None)

@@ -50,6 +50,7 @@ class LogRows:
     def figures(self) -> dict[str, Any]:
         """See Accumulator."""
         teacher_seconds = self._trainer.teacher_time.pop_seconds()
+        # Put back: the row itself is not due yet.
         self._trainer.teacher_time.add(teacher_seconds)
         return {
             "terms": self._terms,
@@ -75,11 +76,12 @@ class LogRows:
             for name, value in terms.values.items():
                 self._terms[name] += value
         if state.was_applied:
-            self._tokens += state.counts[0]
+            self._tokens += state.counts[0]  # POSITIONS begins with the tokens
             self._positions += sum(batch.input_ids.numel() for batch in state.micro_batches)
             self._steps += 1
         is_due = state.is_last or state.is_due(state.settings.log_every) or bool(state.validation)
         if is_due and self._steps > 0:
+            # Over all steps of this process, so that validations and checkpoints count too.
             seconds = (time.perf_counter() - self._began) / (state.step - self._log.start)
             eta = seconds * (state.settings.steps - state.step)
             self._log.add_row(state.step, self._row(state) | state.measures | state.validation, eta)

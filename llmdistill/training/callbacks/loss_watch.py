@@ -88,6 +88,7 @@ class LossWatch:
         self.lowest = min(self.lowest, loss)
         if not self._diverged and len(self._before) >= _FEWEST and self._spikes < _MOST_SPIKES:
             usual = median(self._before)
+            # The median ignores the spikes before it, and the maximum allows for a loss that is noisy anyway.
             if loss > SPIKE * usual and loss > max(self._before):
                 self._spikes += 1
                 last = "; further ones are not named" if self._spikes == _MOST_SPIKES else ""

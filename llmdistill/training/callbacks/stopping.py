@@ -28,5 +28,6 @@ class Stopping:
         before, self._asked = self._asked, largest_later(signals.first_signal())
         state.signal = 0 if before is None else before()
         if state.is_last or state.signal or World.current().size == 1:
+            # No rank may leave the training while a collective is under way.
             state.signal = max(state.signal, self._asked())
             self._asked = None

@@ -57,6 +57,7 @@ class Validation:
         """Return the weighted loss on the validation set, each term averaged over its positions; all ranks call it."""
         trainer, method = self.trainer, self.method
         trainer.engine.eval()
+        # (2, terms): sums and counts, in fp64, because a set has many batches.
         sums = torch.zeros(2, len(method.weights), dtype=torch.float64, device=World.current().device)
         with torch.no_grad():
             for batch in progress(self.batches, "Validation", "batches"):
@@ -68,5 +69,6 @@ class Validation:
                 sums += torch.stack([torch.stack(pair) for pair in pairs], dim=1)
         trainer.engine.train()
         all_reduce_sum(sums)
+        # Divided once, after the sum over the ranks: batches have different numbers of positions.
         means = (sums[0] / sums[1]).tolist()
         return sum(weight * mean for weight, mean in zip(method.weights.values(), means, strict=True))
