@@ -116,6 +116,7 @@ def compress(
             factorized; the output folder is not empty.
     """
     check_model_types(model=model)
+    # The method may come by its dotted key too, which is cut to `method` here.
     settings = _with_dotted({"rank": rank, **settings}, "student.factorize.", "factorize.", "student.", "data.")
     rank, method = settings.pop("rank"), settings.pop("method", method)
     limits = {key: settings.pop(key) for key in LIMITS if key in settings}
@@ -135,6 +136,7 @@ def compress(
             words = tokenizer_of(model, tokenizer)
             weighted = measure_weights_on(data, teacher, words, made_by, limits, on, origin)
         student = teacher
+        # A model that was loaded here is nobody else's, so it needs no copy.
         if named:
             compress_in_place(student, chosen, method, device=on, weighted=weighted, lost=lost)
         else:
@@ -285,6 +287,7 @@ def distill(
         world = init_distributed(given.command(method))
         if config.tasks.names or method == "none":
             raise UserError("distill trains a student and no more: for tasks.names or method none start the main job")
+        # Rank 0 saves the models and rows in memory; every rank goes on with their paths.
         config = on_main(lambda: given.save(config))
         quiet_libraries()
         plans = make_plans(config)
@@ -347,6 +350,7 @@ def evaluate(
     kinds: dict[str, str] = {}
     for name, data_set in sets.items():
         check_name(name, "data")  # its predictions are kept under it
+        # A file or folder with the name of a task is the user's own data.
         is_named = isinstance(data_set, str) and is_task(data_set) and not os.path.exists(data_set)
         kinds[name] = kind or ("task" if is_named else kind_of(data_set, name=name))
     folder = None if output is None else Path(output)
@@ -354,6 +358,7 @@ def evaluate(
         if set(kinds.values()) != {"task"}:
             raise UserError("data holds tasks and other sets, which need different heads: evaluate them one by one")
         scored = find_shared_benchmark(str(task) for task in sets.values())
+        # The config requires a name; that of each task replaces it below.
         places = TaskConfig(name="rte", dir=None if data_dir is None else str(data_dir))
         usual = DataConfig(kind="task", task=places, max_length=scored.usual_length)
         # Of the limits only max_length means something for a task.
@@ -372,6 +377,7 @@ def evaluate(
         return scores if are_several else dict(scores["data"])
     texts = {name: each for name, each in sets.items() if kinds[name] == "text"}
     examples = {name: examples_of(each, name=name) for name, each in sets.items() if name not in texts}
+    # Any name stands for the set, because the default of `train` is the embedded example, which is no text.
     limited = with_values(DataConfig(kind="instructions" if examples else "text", train="data"), limits, key="")
     if examples:
         answering = Limits.of(limited, [own])
@@ -380,8 +386,10 @@ def evaluate(
     read = {
         name: WholeText(text).read() for name, text in texts.items()
     }  # a missing file is an error before anything is loaded
+    # A text shorter than the default window is scored in one piece; one that was asked for is not changed.
     windows_of_text = WindowSizes(window or length, generation.stride, generation.limit, shorten=window is None)
     scores = {}
+    # In a distributed program of the user, every rank scores its own model: no rank waits for another.
     with evaluation_mode(model, head="lm_head") as loaded, World.alone().entered():
         for name, text in texts.items():
             if is_causal(loaded.config):

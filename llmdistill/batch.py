@@ -56,7 +56,7 @@ def predicted_labels(labels: Tensor, *, shift: bool) -> Tensor:
     """The label that each position predicts: (B, T)."""
     from torch.nn import functional
 
-    return functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else labels
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else labels  # nothing follows the last
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,7 @@ class Batch:
         assert self.label_rows is None, "the places of the labels depend on the length"
         from torch.nn import functional
 
+        # Any token id will do at padding, which is masked; `visible_until` is the new length there.
         fills = {"labels": IGNORE_INDEX, "visible_until": length + more}
         longer: dict[str, Any] = {
             name: functional.pad(tensor, (0, more), value=fills.get(name, 0))

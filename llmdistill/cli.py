@@ -79,6 +79,7 @@ def launch(flags: Sequence[str], module: str, *arguments: str) -> None:
     if count == 1:
         return
     if count is not None:
+        # -u, so that the lines of the ranks are shown as they are printed.
         run_ranks([sys.executable, "-u", "-m", module, *arguments], count)
     if shutil.which("deepspeed") is None:
         raise UserError("the deepspeed launcher is not on the path: activate the environment it is installed in")

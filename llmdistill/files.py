@@ -54,7 +54,7 @@ def check_writable(path: Path, key: str) -> None:
     `key` is the setting of the folder. A folder is made in the nearest one that exists, and removed.
     """
     folder = path.absolute()
-    long = next((part for part in folder.parts if len(os.fsencode(part)) > 255), None)
+    long = next((part for part in folder.parts if len(os.fsencode(part)) > 255), None)  # NAME_MAX of Linux
     if long is not None:
         raise UserError(f"{key} has the name {long[:40]!r}... of {len(os.fsencode(long))} bytes: give 255 at most")
     there = nearest_folder(folder)
@@ -77,6 +77,7 @@ def json_lines(path: Path) -> list[Any]:
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT)
+# What the user can mend by another path, room or permissions; any other error is not explained.
 _OF_PLACE = (
     *_DISK,
     errno.EROFS,
@@ -190,6 +191,7 @@ def parse_json(text: str) -> Any:
         raise json.JSONDecodeError("nested too deeply", text, _place(_TOO_DEEP, text)) from error
     except ValueError as error:
         raise json.JSONDecodeError("a number with too many digits", text, _place(_TOO_LONG, text)) from error
+    # Only such an escape makes one; the check itself writes the whole value again.
     if ("\\ud" in text or "\\uD" in text) and has_half_surrogate(value):
         place = max(text.find("\\ud"), text.find("\\uD"))
         raise json.JSONDecodeError("a \\ud... escape without its other half, which is no character", text, place)
@@ -287,8 +289,10 @@ def remove_abandoned(folder: Path, name: str | None = None) -> None:
         if pattern.fullmatch(left.name) is None:
             continue
         with suppress(OSError):
+            # No link is followed: it may lead to a folder that is not ours.
             descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
+                # The process that writes it holds the lock as long as it lives.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left)
             finally:

@@ -145,6 +145,7 @@ def _add(hashed: hashlib._Hash, file: BinaryIO, count: int) -> None:
 
 def _spread(start: int, size: int) -> list[tuple[int, int]]:
     last = size - _SAMPLE_BYTES
+    # The first sample is at the start and the last one at the end.
     return [(start + number * last // (_SAMPLES - 1), _SAMPLE_BYTES) for number in range(_SAMPLES)]
 
 

@@ -99,6 +99,7 @@ def exit_on_closed_pipe() -> Iterator[None]:
         try:
             yield
         finally:
+            # A closed pipe shows when something is written to it, at the latest here.
             sys.stdout.flush()
     except BrokenPipeError:
         _discard(sys.stdout)

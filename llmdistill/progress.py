@@ -87,7 +87,7 @@ class Activity:
         global _ended
         self._is_over.set()
         _ended = self._what, time.monotonic()
-        if self in _under_way:
+        if self in _under_way:  # `hand_over` takes all of them out
             _under_way.remove(self)
         if self._bar is not None:
             self._bar.close()
@@ -118,6 +118,7 @@ class Activity:
         if self._unit:
             text += f"  {self._done:,}{f' of {self.total:,}' if self.total else ''} {self._unit}"
         if self.total and done:
+            # The seconds of a finished unit, times the units that are left, less what the next one has taken so far.
             left = (self._advanced - self._began) / done * (self.total - self._done) - (now - self._advanced)
             if left > 0:  # a unit that takes longer than those before tells nothing of the rest
                 time_text = f"{duration(left)} left"
@@ -157,7 +158,7 @@ def _tick(is_over: threading.Event) -> None:
     """Refresh the bars and write the lines until the outermost activity is over."""
     global _next_line
     while not is_over.wait(_TICK_SECONDS):
-        activities = list(_under_way)
+        activities = list(_under_way)  # a copy: the work itself goes on in another thread
         if not activities:
             return
         with suppress(OSError, ValueError):  # stderr is closed

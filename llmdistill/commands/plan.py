@@ -75,6 +75,7 @@ def plan(arguments: Sequence[str]) -> None:
     )  # a CPU has a single rank, over which no ds_config can shard
     choices = make_choices(resolved, machine, [config.ds_config] if only_own else DS_CONFIGS, request)
     if parsed.json:
+        # The object is printed even if nothing fits: the error follows from `propose` below.
         fitting = any(choice.fits for choice in choices)
         best = propose(choices, config.train.micro_batch_size) if fitting else None
         print_result(describe_choices(resolved, machine, choices, best, words))

@@ -56,6 +56,7 @@ def push(arguments: Sequence[str]) -> None:
         raise UserError("there is no token of the hub: run `hf auth login`, or set HF_TOKEN; nothing was uploaded")
     api = HfApi(library_name="llmdistill")
     try:
+        # None, not False: where the user does not say, the default of the organization holds.
         repository = api.create_repo(parsed.name, private=True if parsed.private else None, exist_ok=True)
         operations = []
         for name in files:

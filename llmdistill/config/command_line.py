@@ -38,7 +38,7 @@ _USAGE = "[--ds_config FILE] [--recipe NAME] [--KEY VALUE ...]"
 TYPED = "LLMDISTILL_TYPED"
 """Environment variable of ranks that `llmdistill train` has started: the command that the user typed."""
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstrings of fields are their help
 
 _Config = TypeVar("_Config")
 
@@ -47,7 +47,7 @@ _NOT_PARSED = (ArgumentError, ValueError, TypeError, ArithmeticError, RecursionE
 
 def run_parser(methods: MethodTable) -> ArgumentParser:
     """Return the parser of the main job: all settings of a run and its methods, and the flags that are not settings."""
-    return _run_parser(tuple(methods.items()))
+    return _run_parser(tuple(methods.items()))  # a tuple has a hash, which the cache needs
 
 
 @cache
@@ -80,6 +80,7 @@ def _run_parser(methods: tuple[tuple[str, Any], ...]) -> ArgumentParser:
 
 def add_config(parser: ArgumentParser, kind: type[Any], methods: MethodTable) -> None:
     """Add all settings of a configuration with methods: its fields, and a section for each method's settings."""
+    # Each method has a section of its own name instead.
     parser.add_class_arguments(kind, None, skip={"method_settings"})
     (action,) = (action for action in actions(parser) if action.dest == "method")
     listed = "; ".join(f"{name}: {method.help}" for name, method in methods.items())
@@ -176,7 +177,7 @@ def typed_command(script: str | None, arguments: Sequence[str]) -> str:
     `script` is the file that a launcher runs, None for `llmdistill train`, whose command its ranks return, too.
     """
     ranks = os.environ.get("WORLD_SIZE", "1")
-    words = [word for word in arguments if not word.startswith("--local_rank")]
+    words = [word for word in arguments if not word.startswith("--local_rank")]  # the launcher adds it
     several = ["--num_gpus", ranks] if int(ranks) > 1 else []
     if script is None or TYPED in os.environ:
         return shlex.join(["llmdistill", "train", *several, *words])
@@ -203,7 +204,7 @@ def _parse_words(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     words: list[str] = []
     for word in arguments:
         flag, equals, value = word.partition("=")
-        if equals and flag in flags:
+        if equals and flag in flags:  # --KEY=VALUE; else the value is a word of its own
             words.append(f"{flag}={_write_as_list(value)}")
         else:
             words.append(_write_as_list(word) if words and words[-1] in flags else word)
@@ -227,6 +228,7 @@ def _note_repeated(words: Sequence[str]) -> None:
 
 def describe_repeated(words: Sequence[str]) -> list[str]:
     """Return a note on each flag that stands on a command line more than once."""
+    # --KEY+ appends to a list, so that it may stand there several times.
     flags = [word.partition("=")[0] for word in words if word.startswith("--") and not word.endswith("+")]
     counts = {flag: flags.count(flag) for flag in flags}
     return [f"{flag} is given {count} times: the last one counts" for flag, count in counts.items() if count > 1]

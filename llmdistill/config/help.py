@@ -73,7 +73,7 @@ def _format_common(parser: ArgumentParser, methods: Collection[str]) -> str:
     # The flags that are no settings of a run stand around them.
     for key in ("recipe", *find_marked(RunConfig, "common"), "dry_run", "check"):
         flag, text = f"  --{key}", " ".join(str(by_key[key].help).split())
-        text = re.split(r"(?<=\.) |; ", text, maxsplit=1)[0].rstrip(".") + "."
+        text = re.split(r"(?<=\.) |; ", text, maxsplit=1)[0].rstrip(".") + "."  # the first sentence or clause
         default = by_key[key].default
         if default not in (None, False, argparse.SUPPRESS) and default != {}:
             text += f" (default: {default})"
@@ -98,6 +98,7 @@ def _list_settings(parser: ArgumentParser) -> list[Any]:
 
 def _key_of(action: Any) -> str:
     """Return the dotted key of a flag."""
+    # argparse's own flag is -h, --help; every other one begins with its key.
     return str(action.option_strings[-1 if action.option_strings[0] == "-h" else 0]).removeprefix("--")
 
 

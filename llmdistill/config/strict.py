@@ -82,6 +82,7 @@ def check_unique(text: str, where: str) -> None:
     json.loads(text, object_pairs_hook=look)
     if twice:
         try:
+            # JSON may be indented by tabs, which YAML refuses.
             yaml.load(text.replace("\t", " "), UniqueKeys)  # which knows the lines, and reads JSON too
             line = ""
         except TwiceError as error:

@@ -89,6 +89,7 @@ def _encode(
             first = next(iter(paths))
             raise UserError(f"--model: {name} ({path}) cuts the text into other tokens than {first}; compare others")
         items = items or encoded
+    # All tokenizers make the same ids, so the words of the last one stand for all models.
     return items, [tokenizer.convert_ids_to_tokens(item.input_ids) for item in items]
 
 

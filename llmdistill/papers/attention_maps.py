@@ -25,9 +25,10 @@ def attention_maps(model: PreTrainedModel, items: Sequence[EncodedPair], *, laye
     maps = []
     with scoring_forward(model, {"query": frozenset({layer}), "key": frozenset({layer})}) as forward:
         for item in items:
+            # One text alone has no padding, so that any id will do.
             taps = forward(collate_pairs([item], pad_token_id=0).to(model.device)).taps
             query_HTD = taps.query[layer][0].double()
-            key_HTD = repeat_heads(taps.key[layer], len(query_HTD))[0].double()
+            key_HTD = repeat_heads(taps.key[layer], len(query_HTD))[0].double()  # heads of a group share a key
             scores_HTT = query_HTD @ key_HTD.transpose(1, 2) * taps.scaling[layer]
             hidden_TT = ~_visible_keys(model, len(item), layer).to(scores_HTT.device)
             maps.append(scores_HTT.masked_fill(hidden_TT, -math.inf).log_softmax(-1).cpu())
@@ -40,6 +41,7 @@ def _visible_keys(model: PreTrainedModel, tokens: int, layer: int) -> Tensor:
     window = shape_of(model.config).windows[layer]
     if is_causal(model.config):
         visible_TT = visible_TT.tril()
+    # The last `window` keys, that of the query included.
     return visible_TT if window is None else visible_TT.triu(1 - window)
 
 
@@ -51,5 +53,6 @@ def mean_map(log_HTT: Tensor) -> Tensor:
 def map_divergence(teacher_HTT: Tensor, student_HTT: Tensor) -> Tensor:
     """Return KL(A^T‖A^S) of each head in nats, mean over the queries (MiniLM eq. 5), of logarithms: (H,)."""
     shares_HTT = teacher_HTT.exp()
+    # Where the teacher sees no key the term is 0, but 0 · -inf would be nan.
     terms_HTT = torch.where(shares_HTT > 0, shares_HTT * (teacher_HTT - student_HTT), 0.0)
     return terms_HTT.sum(-1).mean(-1)

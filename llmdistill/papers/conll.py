@@ -113,4 +113,5 @@ def draw_spans(spans: Sequence[Located], *, chunks: int, unlabeled: int, seed: i
     for is_chunk, count in ((True, chunks), (False, unlabeled)):
         pool = [place for place in spans if (place.span.label != OUTSIDE) == is_chunk]
         drawn += [pool[index] for index in rng.permutation(len(pool))[:count]]
+    # Mixed, because `cluster_score` holds out the last ones, which are to be of both kinds.
     return [drawn[index] for index in rng.permutation(len(drawn))]

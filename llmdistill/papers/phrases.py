@@ -38,6 +38,7 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
         name: encode_sentences(sentences, tokenizers[name], max_positions(load_config(path), _TOKENS))
         for name, path in models.paths.items()
     }
+    # Only spans that every model reads, so that all are scored on the same ones.
     read = [span for span in locate_spans(sentences) if all(is_read(span, tokens) for _, tokens in encoded.values())]
     drawn = {
         seed: draw_spans(read, chunks=config.chunks, unlabeled=config.unlabeled, seed=seed) for seed in config.seeds
@@ -79,7 +80,7 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
 
 def check_file(path: Path) -> None:
     """Raises UserError if a file is missing or malformed, or has too few spans for the default settings."""
-    usual = ChunksConfig
+    usual = ChunksConfig  # the class, whose attributes are the defaults
     drawn = draw_spans(locate_spans(read_sentences(path)), chunks=usual.chunks, unlabeled=usual.unlabeled, seed=0)
     _check_count(str(path), usual.held_out, drawn)
 

@@ -100,7 +100,7 @@ def end_vectors(
             numbers = [number for _, number in spans]
             ends_N2 = torch.tensor([_ends(drawn[number], tokens) for number in numbers], device=model.device)
             for layer in layers:
-                vectors[layer, numbers] = hidden[layer][row_N[:, None], ends_N2].float().cpu().numpy()
+                vectors[layer, numbers] = hidden[layer][row_N[:, None], ends_N2].float().cpu().numpy()  # (N, 2, W)
     return vectors
 
 

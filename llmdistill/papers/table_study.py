@@ -148,7 +148,7 @@ class TableStudy(Study):
             return measured | (self._score_side_by_side(left, seconds) if left else {})
         rows = [PlannedRow(key=key, trials=[self.fine_tuning(key)]) for key in left]
         with Progress(len(rows), self.describe) as shown:
-            outcomes = self.run(rows, self.launcher.undivided, shown)
+            outcomes = self.run(rows, self.launcher.undivided, shown)  # each one divides the machine among its own
         for key, result in ((key, outcome.first) for key, outcome in outcomes.items()):
             results, folder = result.metrics, str(result.trial.folder)
             if results is None:
@@ -207,7 +207,7 @@ class TableStudy(Study):
                 model=entry["path"],
                 scores={(f"NMI-{layer}", "nmi"): [100 * value for value in nmi["seeds"]] for layer, nmi in layers},
                 params=entry["params"],
-                warnings=results["warnings"] if key == keys[0] else (),
+                warnings=results["warnings"] if key == keys[0] else (),  # they are of all rows: named once
                 seconds=seconds.get(key, 0.0),
             )
         return measured

@@ -92,6 +92,7 @@ class TasksPlan(Study):
         for studies in self.studies.values():
             for study in studies.values():
                 plan = study.plan
+                # A teacher may not be fine-tuned yet; its tokens are the student's, see `check_tokens`.
                 plan.task.read_on_all(replace(plan.models, tokenizer_path=student, teacher_path=student))
 
     def conduct(self) -> None:
@@ -186,6 +187,7 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTunin
     settings, folder = config.tasks, plan.folder / "tasks"
     shared: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(GridConfig)}
     shared |= {"tasks": tasks, "ds_config": config.ds_config, "dtype": config.train.dtype, "speed": False}
+    # Without a teacher there is no classifier to copy.
     on_labels = {**shared, "method": "sft", "copy_classifier": None}
     teacher = str(folder / TEACHER) if settings.teacher is None else settings.teacher
     trained = str(plan.folder / "student")

@@ -224,6 +224,7 @@ class Writing(Benchmark):
 
         if files.train:
             writer.add("train", pieces(files.train), TARGETS)
+        # Taken here, because the report is of the training set, and the sets below count on.
         cuts = {"cut_sources": cut_sources, "cut_targets": cut_targets}
         for name, texts in files.sets.items():
             writer.add(name, pieces(texts.examples), TARGETS)
@@ -233,7 +234,7 @@ class Writing(Benchmark):
     @property
     def hub(self) -> str | None:
         name = WRITING_TASKS[self.key].hub
-        return name and name.split(":")[0]
+        return name and name.split(":")[0]  # without its configuration
 
     @property
     def settings(self) -> WritingConfig:

@@ -23,7 +23,7 @@ _HUB = "facebook/xnli"
 _SPLITS = {"dev": "xnli.dev.tsv", "test": "xnli.test.tsv"}
 _TRAIN = (("xnli", "multinli.train.en.tsv"), ("xnli", "train.tsv"), ("mnli", "train.tsv"))
 """The task in whose folder a training file may be, and its name, the first one first."""
-_SYNONYMS = {"contradictory": "contradiction"}
+_SYNONYMS = {"contradictory": "contradiction"}  # as XNLI's multinli.train.en.tsv spells it
 _COLUMNS = (("sentence1", "sentence2", "gold_label"), ("premise", "hypo", "label"))
 """The columns of XNLI and MNLI, and of XNLI's own copy of the training set."""
 
@@ -107,6 +107,7 @@ def read_xnli(settings: TaskConfig, *, only_scores: bool = False) -> TaskFiles[P
         )
     classes = tuple(range(len(GLUE_TASKS[NAME].classes)))
     sets = {"dev": PairSet([example for language in languages for example in dev[language]])}
+    # With labels of its own a set is scored by accuracy alone, and no setting is chosen on it.
     sets |= {f"{NAME}-{language}": PairSet(test[language], classes) for language in languages}
     return TaskFiles(train[: settings.limit], sets)
 

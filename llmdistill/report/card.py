@@ -43,6 +43,7 @@ _DECODERS = {
 }
 """How the name of a decoder's architecture ends -> its `pipeline_tag` on the hub, and the class that loads it."""
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/")
+# An absolute path, or one after ~ or C:, at the start of a word; // is part of an address.
 _MACHINE_PATH = re.compile(r"(?<![^\s='\"(\[{,:])(?:~|[A-Za-z]:)?/(?!/)[^\s'\"()\[\]{},]*")
 _LONGEST = 300
 """Largest number of characters of a value from the teacher's card."""
@@ -152,7 +153,7 @@ def write_card(folder: Path, title: str, teacher: TeacherFacts, story: StudentFa
         pipeline_tag=pipeline,
         tags=["llmdistill", *map(_without_line_breaks, story.tags)],
         datasets=list(map(_without_line_breaks, story.datasets)) or None,
-        model_name=title if story.scores else None,
+        model_name=title if story.scores else None,  # the hub's header has no results without it
         eval_results=scores or None,
     )
     text = config.get_text_config()

@@ -39,6 +39,7 @@ def save_drawings(folder: Path, drawings: Sequence[Drawing]) -> list[dict[str, s
     drawn = []
     for name, title, caption, figure in drawings:
         svg = plots.inline_svg(plots.save_plot(figure, folder, name), html.escape(title))
+        # Markup, because the templates escape all other texts.
         drawn.append({"name": name, "title": title, "caption": caption, "svg": Markup(svg)})
     names = {item["name"] for item in drawn}
     for file in (*folder.glob("*.png"), *folder.glob("*.svg")):

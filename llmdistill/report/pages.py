@@ -43,6 +43,7 @@ def precise(value: float | None) -> str:
 
 def signed(value: float | None, show: Callable[[float | None], str] = figure) -> str:
     """Format a difference of two scores with its sign; `show` formats a score."""
+    # A difference that is rounded to 0 has no sign.
     text = show(None if value is None else abs(value))
     if value is None or text == show(0.0):
         return text
@@ -62,6 +63,7 @@ def settings_text(settings: Mapping[str, Any] | None) -> str:
 
 def markdown(value: object) -> str:
     """Escape a text for Markdown and its tables."""
+    # An underscore within a word is no mark of emphasis.
     text = re.sub(r"([\\`*\[\]|~#])|((?<!\w)_|_(?!\w))", r"\\\g<0>", str(value))
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "<br>".join(text.splitlines())
@@ -69,8 +71,9 @@ def markdown(value: object) -> str:
 
 def markdown_code(value: object) -> str:
     text = " ".join(str(value).split("\n"))
+    # A span ends at as many backquotes as it begins with, so it has more than the text.
     fence = "`" * (_longest_fence(text) + 1)
-    space = " " if "`" in text else ""
+    space = " " if "`" in text else ""  # one at an end would join the fence
     return f"{fence}{space}{text}{space}{fence}"
 
 

@@ -121,7 +121,7 @@ def plot_scores(dots: Sequence[Dots], teacher: float | None, score: Score, sets:
         text, place = f"teacher {score.show(teacher)}", ("data", "axes fraction")
         axes.annotate(text, (teacher, 1.0), (0, 3), xycoords=place, **small)
     axes.set_yticks(range(len(dots)), [label for label, _, _ in dots])
-    axes.set_ylim(len(dots) - 0.5, -0.75)
+    axes.set_ylim(len(dots) - 0.5, -0.75)  # from the top down, with room for the note above the first
     axes.margins(x=0.08)
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
@@ -185,7 +185,7 @@ def inline_svg(svg: str, label: str) -> str:
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure, with its size in inches; the caller must have the decorator `rc_context(STYLE)`."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # without pyplot, which would keep every figure
     return figure
 
 
@@ -233,6 +233,7 @@ def _set_log_scale(axes: Axes, which: Literal["x", "y"], ratio: float) -> None:
 
 def legend_columns(labels: Sequence[str]) -> int:
     """Return how many entries of a legend of small letters stand side by side in a figure."""
+    # 60 letters stand in a line; the mark of an entry and its gaps take the room of 7.
     return max(1, min(len(labels), 60 // (max(map(len, labels), default=0) + 7)))
 
 

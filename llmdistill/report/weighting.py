@@ -99,12 +99,13 @@ def draw_weighting(weighting: Mapping[str, Any]) -> list[Drawing]:
 def draw_predictions(weightings: Sequence[Mapping[str, Any]]) -> Drawing | None:
     """Return the plot of predicted against measured losses of several students; None for fewer than three of them."""
     points = [
+        # The student has the ranks with the smallest divergence.
         (weighting["predicted_loss"], min(weighting["held_out"].values()))
         for weighting in weightings
         if weighting.get("weighting") == "gradients" and weighting.get("held_out")
     ]
-    points = [point for point in points if min(point) > 0]
-    if len(points) < 3:
+    points = [point for point in points if min(point) > 0]  # their logarithms are taken
+    if len(points) < 3:  # two points always lie on a line
         return None
     # In logarithms, because the losses of students of several sizes span orders of magnitude.
     correlation = float(np.corrcoef(np.log(points).T)[0, 1])

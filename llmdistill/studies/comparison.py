@@ -216,6 +216,7 @@ class MethodStudy(Study):
         def final(choice: Choice) -> list[Trial]:
             return [self.trial(variant, choice.settings, seed, student, tests=True) for seed in self.seeds[single:]]
 
+        # What is tried is not scored on the test sets, only what is chosen.
         trials = [self.trial(variant, point, self.seeds[0], student, tests=single) for point in tried]
         return PlannedRow(key=variant.key, trials=trials, further=final, error=error)
 
@@ -263,6 +264,7 @@ class MethodStudy(Study):
                 error = answers.error
             rows |= run([self.row(variant, error if variant.method.teacher_writes else None) for variant in trained])
             untrained = {(size, start.key("none")): self.base(start, size) for size in self.sizes for start in starts}
+            # First the untrained students of all sizes, because their runs leave what the trainings begin with.
             sizes = run([PlannedRow(key=key, name=key[1], trials=[trial]) for key, trial in untrained.items()])
             planned = {}
             for size, variant in product(self.sizes, trained):
@@ -306,7 +308,7 @@ class MethodStudy(Study):
 
     def check_files(self) -> None:
         """Raise a UserError if data of the trainings cannot be read, as far as that takes no time."""
-        for variant in self.trained()[:1]:
+        for variant in self.trained()[:1]:  # all of them have the same data
             self._plan(variant, {}).task.check_files()
 
     def _plan(self, variant: Variant, point: Mapping[str, Any]) -> Plan:

@@ -92,6 +92,7 @@ def steps_for_equal_tokens(config: RunConfig, other: Path, seed: int) -> int:
     seen = 0
     for step, tokens in enumerate(_step_tokens(config, str(other), seed)):
         if seen + tokens >= budget:
+            # The step that crosses the budget counts if the run ends nearer to it.
             is_nearer = seen + tokens - budget <= budget - seen
             return max(1, step + is_nearer)
         seen += tokens

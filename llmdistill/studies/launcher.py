@@ -90,6 +90,7 @@ class Launcher:
         flags = self.flags if flags is None else flags
         if not flags and not torch.cuda.is_available():
             return [sys.executable, "-m", module, *arguments]
+        # That of this environment, which need not be on the path.
         beside = Path(sys.executable).with_name("deepspeed")
         launcher = str(beside) if beside.is_file() else "deepspeed"
         return [launcher, *flags, "--no_local_rank", "--module", module, *arguments]
@@ -137,6 +138,7 @@ class Launcher:
 
     def _start(self, trial: Trial, slot: Sequence[str]) -> _Running:
         # Launchers that run at the same time must not use the same port.
+        # Without flags there is no launcher on a CPU, see `command`.
         port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
         trial.write()
         command = self.command_of(trial, flags=[*slot, *port])

@@ -83,6 +83,7 @@ class LayerSearch(Study):
         def trial(title: str, base: RunConfig, method: str, steps: int, name: str) -> Trial:
             # The run's own warm-up may be longer than these few steps.
             warmup = min(config.train.warmup_steps, steps // 10)
+            # One checkpoint and one validation, both after the last step.
             train = replace(
                 config.train, steps=steps, warmup_steps=warmup, save_every=steps, validate_every=steps, keep_best=None
             )

@@ -154,6 +154,7 @@ class ComparedModels(Study):
                 raise UserError(f"{result.trial.title}: {result.error}")
         scores = {names: outcome.first.metrics or {} for names, outcome in outcomes.items()}
         return {
+            # `write_result` keeps what was asked for beside the scores.
             names: {key: value for key, value in of_trial.items() if key != "asked"}
             for names, of_trial in scores.items()
         }

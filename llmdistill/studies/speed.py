@@ -38,7 +38,7 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
     examples = _examples(config)
     loaded = {name: models.load(name, _head(configs[name])) for name in paths}
     for shape, of_model in shapes.items():
-        model: Any = build_random(of_model, _head(of_model), seed=0)
+        model: Any = build_random(of_model, _head(of_model), seed=0)  # random weights take the time of trained ones
         loaded[shape] = model.to(device=models.device, dtype=TORCH_DTYPES[models.dtype]).eval()
     if examples is None:  # full batches of tokens that every model has; the papers pad each example to the same length
         high = min(model.config.vocab_size for model in loaded.values())

@@ -184,7 +184,7 @@ class Progress:
 def last_line(log: Path) -> str:
     """Return the last line of a running program's output that is no border; "" if there is none yet."""
     with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
+        file.seek(max(0, log.stat().st_size - 4096))  # the end alone: bars are refreshed each second, and logs grow
         lines = file.read().decode("utf-8", errors="replace").split("\n")
         return " ".join(next((line for line in reversed(lines) if any(map(str.isalnum, line))), "").split())
     return ""
@@ -280,6 +280,7 @@ def by_settings(results: Sequence[Result]) -> list[list[Result]]:
     groups: dict[str, list[Result]] = {}
     for result in results:
         if result.metrics is not None:
+            # As text, because values such as lists have no hash.
             groups.setdefault(repr(dict(result.trial.settings)), []).append(result)
     return list(groups.values())
 

@@ -97,6 +97,7 @@ class TaskData(ABC):
 
         Each has a `sample_id` and a length in tokens. Called only if the task has no `changing_examples`.
         """
+        # Any share will do: only the examples and their collation are taken.
         loader = self.loader(Share(seed=0, global_batch_size=1, micro_batch_size=1))
         assert isinstance(loader, TrainLoader), f"{type(loader).__name__} makes its examples anew"
         return loader.items, loader.collate

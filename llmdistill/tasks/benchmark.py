@@ -265,6 +265,7 @@ def score_task(
     task_type, key = find_benchmark(str(data.task.name), setting="data")
     task_type.check_folder(data.task.dir, key, setting="data_dir")
     head = HEADS[task_type.head]
+    # The class tells what a model in memory is; its config still has that of the folder it was loaded from.
     if not type(model).__name__.endswith(head.endings[0]):
         raise UserError(
             f"model is a {type(model).__name__} without {head.title}: give one that is fine-tuned on "

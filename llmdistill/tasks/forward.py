@@ -59,4 +59,4 @@ def compute_values(
         if indices:  # a batch that only keeps the ranks in step has none
             own_values += zip(indices, read_values(logits, indices), strict=True)
     values = dict(chain.from_iterable(gather_objects(own_values)))
-    return [values[index] for index in range(len(items))]
+    return [values[index] for index in range(len(items))]  # `scoring_batches` orders them by length

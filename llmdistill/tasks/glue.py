@@ -275,6 +275,7 @@ class Glue(Benchmark):
     def paths(self) -> list[Path] | None:
         """See StoredTask: the files of the further sets too."""
         own, further = super().paths(), [Path(str(given["data"])) for given in self._further().values()]
+        # A set of the hub has no file to hash: then all examples are read, and identify themselves.
         return None if own is None or not all(path.is_file() for path in further) else [*own, *further]
 
     def _further(self) -> dict[str, dict[str, Any]]:
@@ -400,7 +401,7 @@ def _check_file(path: Path) -> Path:
 
 def _hub_rows(task: GlueTask, split: Split) -> Rows:
     """Read rows from the Hub and convert them to the column names and labels of the files."""
-    name = split.replace("dev", "validation")
+    name = split.replace("dev", "validation")  # validation_matched, test_mismatched ...
     if task.has_mismatched and name in ("validation", "test"):
         name += "_matched"
     rows = benchmark_rows(HUB_NAME, task.hub, name, files="the folder of GLUE's own download")
@@ -457,5 +458,6 @@ def task_metrics(task_name: str, predictions: np.ndarray, targets: np.ndarray) -
 def chance_score(task: str, examples: Sequence[PairExample | EncodedPair], metric: Metric) -> float:
     """Return the metric of the best constant prediction."""
     glue_task, targets = GLUE_TASKS[task], list_targets(examples)
+    # Of scores any constant will do: its correlation is 0.
     constants = range(len(glue_task.classes)) if glue_task.classes else [0.0]
     return max(task_metrics(task, np.full_like(targets, value), targets)[metric] for value in constants)

@@ -120,6 +120,7 @@ def score_sets(
             ]
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             write_text(predictions_dir / f"{name}.jsonl", "".join(lines))
+        # Times add up over passes, and rates do not.
         tokens = sum(result.tokens for result in passes.values())
         scores[name] = {
             "rougeL": statistics.fmean(rouges),
@@ -139,6 +140,7 @@ def score_sets(
 
 def _list_passes(settings: GenerationConfig) -> dict[str, int]:
     """Return the seed of each pass by the name of the pass."""
+    # Greedy decoding draws nothing, so that any seed will do.
     return {"greedy": 0} if settings.decoding == "greedy" else {f"seed {seed}": seed for seed in settings.seeds}
 
 

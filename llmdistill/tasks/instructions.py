@@ -196,6 +196,7 @@ class InstructionData(TaskData):
         return replace(scoring, seeds=scoring.seeds[:1]) if name == VALID else scoring
 
     def _score_settings(self, name: str) -> dict[str, Any]:
+        # `models` says only which ones are scored, so it is left out of what a score depends on.
         reference = self.task.config.data.valid if name == VALID else self.task.config.data.tests[name]
         settings = {key: value for key, value in asdict(self._generation_settings(name)).items() if key != "models"}
         # Older versions cut every script into stems of a-z; their scores of other scripts must not be reused.
@@ -224,6 +225,7 @@ class InstructionData(TaskData):
 
     def loader(self, share: Share) -> TrainLoader[Encoded] | StreamLoader:
         data = self.task.config.data
+        # Packed rows are full if a micro batch has short and long examples, so steps are not sorted together.
         share = replace(share, bucket_steps=1 if data.packing else data.bucket_steps, spread=data.packing)
         if not data.streaming:
             assert self.train is not None, "the examples are not prepared yet"

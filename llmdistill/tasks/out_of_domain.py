@@ -132,5 +132,5 @@ def table_rows(reference: str) -> Rows:
     return (
         read_benchmark_tsv(path)
         if path.suffix.lower() == ".txt" and path.is_file()
-        else open_rows(reference, streaming=True)
+        else open_rows(reference, streaming=True)  # nothing is read before the first row
     )

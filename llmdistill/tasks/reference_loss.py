@@ -48,13 +48,13 @@ def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Bat
         if located.token_type_ids is not None and has_segments(config):
             inputs["token_type_ids"] = located.token_type_ids
         if shift:
-            inputs["use_cache"] = False
+            inputs["use_cache"] = False  # keys and values are kept for generation alone
         labels_N, sums = located.row_labels(shift=shift), list[Tensor]()
 
         def sum_losses(inner: HeadInputs) -> Tensor:
             weight = torch.ones(1, device=inner.rows.device)
             sums.append(token_losses(inner, None, labels_N, [TokenTerm("labels", None)], weight).sums)
-            return inner.rows
+            return inner.rows  # stands in for the logits, which nothing reads
 
         # Logits of all positions would take T * V floats; the head is called with the rows of the labels alone, in
         # chunks.

@@ -106,6 +106,7 @@ class SentenceData(StoredData):
             self.task.settings.pooling,
             batch_size=self.batch_size,
         )
+        # The two sentences of a pair stand side by side: (pairs,).
         cosines = functional.cosine_similarity(embeddings[::2], embeddings[1::2], dim=-1).double().numpy()
         scores = np.array(self.similarities[name], dtype=np.float64)
         if World.current().is_main:

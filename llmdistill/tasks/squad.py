@@ -255,7 +255,7 @@ class Squad(Benchmark):
     @classmethod
     def fine_tuned(cls, config: PreTrainedConfig, key: str) -> PreTrainedConfig:
         config = type(config).from_dict(config.to_dict())
-        config.num_labels = 2
+        config.num_labels = 2  # start and end
         config.architectures = [MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES[config.model_type]]
         return config
 
@@ -372,13 +372,14 @@ def best_spans(
     no_answer_B = starts_BT[:, NO_ANSWER] + ends_BT[:, NO_ANSWER]
     assert all(window.characters is not None for window in windows), "the windows are encoded for training"
     rows = [torch.from_numpy(window.characters[:, 0] >= 0) for window in windows]  # type: ignore[index]
-    outside_BT = pad_rows(rows, 0) == 0
+    outside_BT = pad_rows(rows, 0) == 0  # padding too
     starts_BT = starts_BT.masked_fill(outside_BT, float("-inf"))
     ends_BT = ends_BT.masked_fill(outside_BT, float("-inf"))
     length = min(max_answer_length, ends_BT.shape[1])
+    # No span ends beyond its window.
     beyond = ends_BT.new_full((len(ends_BT), length - 1), float("-inf"))
     ends_BTL = torch.cat([ends_BT, beyond], dim=1).unfold(1, length, 1)  # [b, t, l]: the end l tokens after t
-    best_BT, more_BT = ends_BTL.max(-1)
+    best_BT, more_BT = ends_BTL.max(-1)  # the best end of a span from each start, and how far it is
     score_B, first_B = (starts_BT + best_BT).max(-1)
     last_B = first_B + more_BT.gather(1, first_B[:, None])[:, 0]
     return zip(no_answer_B.tolist(), score_B.tolist(), first_B.tolist(), last_B.tolist(), strict=True)
@@ -514,7 +515,7 @@ def _question(row: Mapping[str, Any], place: str) -> QuestionExample:
         and isinstance(starts, list)
         and len(texts) == len(starts)
         and all(isinstance(text, str) for text in texts)
-        and all(isinstance(start, int) and 0 <= start < 2**31 for start in starts)
+        and all(isinstance(start, int) and 0 <= start < 2**31 for start in starts)  # characters are stored in int32
     )
     if not is_right:
         raise UserError(

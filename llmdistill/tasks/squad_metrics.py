@@ -25,7 +25,7 @@ _ARTICLES: dict[str, str] = {
 LANGUAGES: tuple[str, ...] = ("en", "es", "de", "ar", "hi", "vi", "zh")
 """The languages of MLQA."""
 
-_CHINESE = re.compile("([\u4e00-\u9fa5])")
+_CHINESE = re.compile("([\u4e00-\u9fa5])")  # the range that MLQA's script takes
 
 
 def normalize(text: str) -> str:
@@ -122,6 +122,7 @@ def squad2_scores(
         and without an answer, None if there are none; and ``total``, the number of questions.
     """
     raw = {key: score_answer2(answers[key], texts) for key, texts in references.items()}
+    # An unanswered question is right if it has no answer.
     final = {
         key: score if null_odds[key] <= threshold else RawScore(*[float(not references[key])] * 2)
         for key, score in raw.items()

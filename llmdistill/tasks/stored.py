@@ -148,6 +148,7 @@ class StoredTask(Task, Generic[Data]):
             UserError: as in `read_files` and `write`, or the cache has no room.
         """
         hashes: list[list[str]] | None = None
+        # A score needs no training files, which `paths` would miss.
         paths = None if self.only_scores else self.paths()
         if paths is not None:
             with suppress(OSError):  # `read_files` says which file cannot be read, and why
@@ -155,6 +156,7 @@ class StoredTask(Task, Generic[Data]):
         # Reading and parsing takes longer than hashing, so local files are only read if their tokens are not stored
         # yet.
         files = self.read_files() if hashes is None else None
+        # These shape the tokens too, and the backend of a fast tokenizer does not know them.
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         splits_by = [tokenizer_fingerprint(tokenizer), tokenizer.model_input_names, tokenizer.truncation_side, special]
         request = {

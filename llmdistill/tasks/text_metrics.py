@@ -38,6 +38,7 @@ def text_metrics(
             most = max(map(len, references))
             # sacrebleu takes the first references of all texts, then the second ones; None where a text has fewer.
             columns = [[texts[place] if place < len(texts) else None for texts in references] for place in range(most)]
+            # 13a: the tokens of mteval-v13a, the script of WMT.
             bleu = BLEU(lowercase=True, tokenize="13a").corpus_score(list(predictions), cast("Any", columns))
             return float(bleu.score)
         if metric == "meteor":

@@ -58,7 +58,7 @@ class Windows:
         room = self.window - len(self.begin)
         starts = [number * self.stride for number in numbers]
         ids = torch.tensor([[*self.begin, *self.tokens[start : start + room]] for start in starts])
-        labels = ids.clone()
+        labels = ids.clone()  # not shifted: each label is predicted by the position before it
         for row, number in enumerate(numbers):
             labels[row, : max(1, len(self.begin)) if number == 0 else self.window - self.stride] = IGNORE_INDEX
         return Batch(ids, torch.ones_like(ids), labels)
@@ -110,6 +110,7 @@ def cut_windows(
     if stride is not None and stride > length:
         raise UserError(f"stride is {stride}, but a window has {length} tokens: give that or less")
     begin = begin_tokens(tokenizer)
+    # `verbose` would warn that the text is longer than the model; it is cut into windows below.
     tokens = tokenizer(text, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
     check_token_ids(tokenizer, [tokens], lambda _, token: name if data is None else find_words(token, data))
     # Each window gets the begin tokens of its own, in `collate`.
@@ -158,7 +159,7 @@ def score_windows(
     world = World.current()
     size = max(1, min(batch_size, _BATCH_TOKENS // windows.window))
     parts = [range(start, min(start + size, windows.count)) for start in range(0, windows.count, size)]
-    sums = torch.zeros(len(parts), 2, dtype=torch.float64)
+    sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # a row for each part; those of other ranks stay 0
     rounds = progress(range(0, len(parts), world.size), f"Perplexity on {name}", "batches of windows")
     with label_loss(model, shift=True) as loss_of:
         for first in rounds:

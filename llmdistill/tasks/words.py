@@ -19,10 +19,10 @@ WORDS: dict[Words, str] = {
 
 # Scripts without spaces between words, whose characters carry their combining marks; a long vowel is Kana too.
 _CHARACTER = regex.compile(r"((?=[\p{Han}\p{Hiragana}\p{scx=Katakana}\p{Thai}\p{Khmer}\p{Lao}])\X)")
-_BOUNDARY = regex.compile(r"(?V1w)\b")
+_BOUNDARY = regex.compile(r"(?V1w)\b")  # w: the boundaries of words are those of UAX 29
 _IS_WORD = regex.compile(r"[\p{L}\p{N}]")
 _LETTER = regex.compile(r"\p{L}")
-_OTHER_LETTER = regex.compile(r"(?V1)[\p{L}--\p{Latin}--\p{Common}--\p{Inherited}]")
+_OTHER_LETTER = regex.compile(r"(?V1)[\p{L}--\p{Latin}--\p{Common}--\p{Inherited}]")  # V1: -- is a difference of sets
 
 
 def words_for(references: Iterable[str]) -> Words:

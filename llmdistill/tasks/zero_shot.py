@@ -119,6 +119,7 @@ def _list_reported(names: Sequence[str], scored: Mapping[str, Any]) -> list[str]
 
 
 def _select_values(name: str, scored: Mapping[str, Any]) -> dict[str, float]:
+    # Metrics have keys of the form METRIC,FILTER; entries such as alias have not.
     values = scored["results"].get(name, {})
     return {key: value for key, value in values.items() if "," in key and isinstance(value, int | float)}
 

@@ -68,6 +68,7 @@ def protocol_of(config: GridConfig, task: str) -> FineTuningProtocol:
             "warmup_ratio": train.warmup_ratio,
             "weight_decay": train.weight_decay,
         }
+    # The later ones win: the task's recipe, the paper's own settings for the task, and what the user gave.
     return FineTuningProtocol(**{**tried["all"], **of_recipe, **tried.get(task, {}), **given})
 
 
@@ -95,7 +96,7 @@ def teacher_of(teacher: str, task: str, tasks: Sequence[str], *, key: str) -> st
     if "{task}" in teacher:
         spellings = [task, task.lower(), task_key(task)]
         paths = [teacher.replace("{task}", spelling) for spelling in spellings]
-        return next((path for path in paths if Path(path).is_dir()), paths[-1])
+        return next((path for path in paths if Path(path).is_dir()), paths[-1])  # a name on the hub: in lower case
     folder = Path(teacher)
     best = folder / task / BEST
     if (best / "config.json").is_file():

@@ -49,7 +49,7 @@ def summarize(data: BenchmarkData, choice: Choice, results: Sequence[Result]) ->
                 **spread([run.metrics["student"]["score"] for run in group if run.metrics is not None]).to_dict(),
             }
             for group in by_settings(results)
-            if len(group) == len(choice.results)
+            if len(group) == len(choice.results)  # others lack seeds that failed, see `choose`
         ],
         "examples": dict(data.sizes),
         "seconds": sum(result.metrics["run"]["seconds"] for result in results if result.metrics is not None),

@@ -221,6 +221,7 @@ def _measure(config: FineTuningConfig, study: TaskStudy) -> dict[str, Any]:
     loaded = {}
     for role, path in models.items():
         head: HeadName = "sequence" if is_causal(load_config(path)) else "none"
+        # A model that is not fine-tuned yet has no classifier; a new one has the same size and speed.
         loaded[role] = load_model(path, dtype=dtype, device=device, head=head, new_head=True)
     sizes: dict[str, Any] = {"params": {role: parameter_split(model) for role, model in loaded.items()}}
     if config.speed:

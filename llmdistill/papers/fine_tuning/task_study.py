@@ -137,7 +137,7 @@ class TaskStudy(Study):
             ds_config=config.ds_config,
             output_dir=str(self.folder / name),
             seed=seed,
-            method="none",
+            method="none",  # scores alone; `trials` sets the method
             teacher=TeacherConfig(model=self.teacher),
             student=StudentConfig(model=config.model),
             data=DataConfig(kind="task", max_length=self.protocol.max_length, task=task),

@@ -110,6 +110,7 @@ def layer_features(
     with scoring_forward(model, {aspect: frozenset({layer - 1})}) as forward:
         for indices, batch in progress(batches, "Features", "batches"):
             features_BTW = getattr(forward(batch.to(model.device)).taps, aspect)[layer - 1]
+            # The last token: `collate_pairs` pads on the right.
             token_B = batch.attention_mask.sum(1) - 1 if is_causal(model.config) else torch.zeros(len(indices)).long()
             chosen_BW = features_BTW[torch.arange(len(indices)), token_B.to(model.device)]
             features[indices] = chosen_BW.float().cpu().numpy()
@@ -118,6 +119,7 @@ def layer_features(
 
 def embed(features: np.ndarray) -> np.ndarray:
     """Return the points (rows, 2) of t-SNE, which are deterministic for given features."""
+    # t-SNE compares each point with three times as many neighbors as the perplexity.
     perplexity = min(_PERPLEXITY, max(1.0, (len(features) - 1) / 3))
     points: np.ndarray = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(features)
     return points
