@@ -122,6 +122,7 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
     """Return the kind of a message, and its turn."""
     if not isinstance(message, Mapping):
         raise UserError(f"{where} is {excerpt(message)}; give an object with role and content")
+    # Tables give all messages of a column the same keys, with null where one has nothing.
     fields = {key: value for key, value in message.items() if value is not None}
     # Both names are popped, so that neither is left among the fields that the template reads.
     role, content = (
@@ -159,6 +160,7 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
     calls += calls_in_parts
     template_fields = {key: value for key, value in fields.items() if _is_json(value)}
     if reasoning:
+        # A key of the message itself takes precedence over its parts.
         template_fields.setdefault("reasoning_content", reasoning)
     if calls:
         template_fields["tool_calls"] = calls

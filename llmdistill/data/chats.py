@@ -179,6 +179,7 @@ class _Chat:
         ]
         answer = shared_length(self.text, *others)
         common = shared_length(self.text, prompt)
+        # They differ in the header of the answer at most.
         if common >= len(prompt) - len(self.frame.prompt):
             return min(common, answer)
         # The template renders the earlier messages differently once an answer follows. The answer then begins after its
@@ -202,6 +203,7 @@ class _Chat:
         """Return where an older answer stands in the text, with the end of its turn: nearly always one part."""
         begin, message = self.find_begin(place), self.messages[place]
         content = str(message["content"]).strip()
+        # There is always one: the last message of the chat is an answer.
         following_answer = next(n for n in count(place + 1) if self.messages[n]["role"] == "assistant")
         limit = max(begin, self.find_begin(following_answer))
         written = self.text.find(content, begin, limit)

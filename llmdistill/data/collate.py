@@ -24,6 +24,7 @@ def sample_id(*parts: Sequence[int] | np.ndarray) -> int:
     digest = blake2b(digest_size=8)
     for part in parts:
         tokens = np.asarray(part, dtype=np.int64)
+        # The length shows where a part ends, so that [1, 2], [3] and [1], [2, 3] have different ids.
         digest.update(len(tokens).to_bytes(8, "little"))
         digest.update(tokens.tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1  # 63 bits fit into int64
@@ -72,6 +73,7 @@ class Encoded:
     def sample_id(self) -> int:
         ids, borders = self.ids, [0, *self.borders]
         ends = [*borders[1:], len(ids)] if self.rest_ids else borders[1:]
+        # Without tokens after the last answer the last border begins no part, hence not strict.
         return sample_id(*(ids[begin:end] for begin, end in zip(borders, ends, strict=False)))
 
     def __len__(self) -> int:
@@ -113,6 +115,7 @@ def collate_packed(items: Sequence[Encoded], pad_token_id: int, *, max_length: i
     example is never a label, because the token before it belongs to another example.
     """
     rows: list[list[Encoded]] = []
+    # Not a set: the order of the rows must be the same on every rank and in every run.
     for teacher in dict.fromkeys(item.teacher for item in items):
         own = [item for item in items if item.teacher == teacher]
         rows += [[own[index] for index in row] for row in pack_rows([len(item) for item in own], max_length)]
@@ -167,6 +170,7 @@ def pack_rows(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     def positions(rows: list[list[int]]) -> int:
         return len(rows) * max(sum(lengths[index] for index in row) for row in rows)
 
+    # From the fewest rows on: among equals the first arrangement, with fewer rows, stays.
     for count in range(len(best), len(lengths) + 1):
         rows: list[list[int]] = [[] for _ in range(count)]
         filled = [0] * count

@@ -159,6 +159,7 @@ def _write_tokens(
                 add("segments", num_tokens)
                 add("tokens", ids)
                 num_tokens, num_segments = num_tokens + len(ids), num_segments + 1
+        # The end of the last one, so that every piece is a slice between two offsets.
         add("segments", num_tokens)
         add("documents", num_segments)
     counts = {"tokens": num_tokens, "segments": num_segments, "documents": num_documents}

@@ -220,6 +220,7 @@ def encode(
             continue
         prompt_ids = _keep_end(item.prompt_ids, limits.max_prompt_length, tokenizer)
         room = limits.max_length - len(prompt_ids)
+        # A gap at the end of what is left would precede no answer.
         gaps = tuple((begin, end) for begin, end in item.gaps if end < room)
         # An answer of which nothing is left leaves no gap before it.
         end = min([room, len(item.response_ids), *(begin for begin, end in item.gaps if begin < room <= end)])
@@ -246,8 +247,9 @@ def _encode_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBas
                 chat.messages, return_dict=True, return_assistant_tokens_mask=True, **chat.options
             )
             within = {token for begin, end in parts for token in range(begin, end)}
+            # The marks cover all answers, also those that are not to be learned.
             is_learned = [bool(mark) and token in within for token, mark in enumerate(marked["assistant_masks"])]
-            learned = np.flatnonzero(np.diff([False, *is_learned, False])).tolist()
+            learned = np.flatnonzero(np.diff([False, *is_learned, False])).tolist()  # begin, end, begin, end, ...
         else:
             learned = []
             for number, (begin, end) in enumerate(parts, start=1):
@@ -295,6 +297,7 @@ class _Places:
         if token == len(self.ids) or not self._tokenizer.is_fast:
             return token
         span = self._batch.token_to_chars(self._index, token)
+        # A token across the border counts to what is before it.
         return token + (span is not None and span.start < character)
 
 

@@ -68,6 +68,7 @@ class Masking:
         else:
             # A token after a special token always begins a word, because the rest of the word is not in the sequence.
             begins = self.word_starts[ids[places]] | (np.diff(places, prepend=-2) > 1)
+            # The first place always begins a word, so it is no place to split.
             words = np.split(places, np.flatnonzero(begins)[1:])
             order = rng.permutation(len(words))
             reached = np.cumsum([len(words[word]) for word in order])

@@ -140,6 +140,7 @@ def _encode_windows(
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     questions: dict[int, tuple[str, int]] = {}  # each as its text, cut after `limit` tokens, and their number
     for index, text, ids, offsets in zip(indices, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        # Cut as text, because the pair is tokenized from texts below.
         questions[index] = text if len(ids) <= limit else text[: offsets[limit - 1][1]], min(len(ids), limit)
     windows: dict[int, list[EncodedWindow]] = {index: [] for index in indices}
     # transformers' `stride` is the overlap of two windows, and ours, as BERT's, is their distance: the overlap depends
@@ -189,9 +190,10 @@ def _find_target(characters: np.ndarray, example: QuestionExample) -> tuple[int,
     if not example.answers:
         return NO_ANSWER, NO_ANSWER
     answer = example.answers[0]
+    # Spaces around the answer are no part of its span.
     spaces = len(answer.text) - len(answer.text.lstrip())
     first, last = answer.start + spaces, answer.start + len(answer.text.rstrip()) - 1
-    context = characters[characters[:, 0] >= 0]
+    context = characters[characters[:, 0] >= 0]  # (tokens of the context, 2)
     if len(context) == 0 or first < context[0, 0] or last >= context[-1, 1]:
         return NO_ANSWER, NO_ANSWER
     is_inside = (characters[:, 0] >= 0) & (characters[:, 1] > first) & (characters[:, 0] <= last)

@@ -124,6 +124,7 @@ def _read_json(path: Path) -> Rows:
     for number, item in enumerate(items, start=1):
         if not isinstance(item, dict):
             raise UserError(f"{path}: item {number}: a {type(item).__name__}, not an object; make it one")
+        # A row of a smaller file cannot exceed the limit, and is not written out to be measured.
         if size > MOST_BYTES and len(json.dumps(item, ensure_ascii=False).encode()) > MOST_BYTES:
             raise size_error(f"{path}: item {number}", "a row")
         yield item, f"{path}: item {number}"
@@ -136,6 +137,7 @@ def _read_csv(path: Path) -> Rows:
     """
     # The limit is the whole process's, and other code may have raised it.
     csv.field_size_limit(max(csv.field_size_limit(), MOST_BYTES))
+    # The csv module needs the line ends as they are, because a quoted cell may hold them.
     reader = csv.reader(text_lines(path, newline=""), strict=True)
 
     def records() -> Iterator[tuple[list[str], int]]:
@@ -163,6 +165,7 @@ def _read_tsv(path: Path) -> Rows:
     pandas quotes a cell only where it holds a tab, a line break, or a quote, which is then doubled.
     """
     csv.field_size_limit(max(csv.field_size_limit(), MOST_BYTES))
+    # Only \n ends a line here, so that a \r within a cell stays.
     lines = enumerate(text_lines(path, newline="\n"), start=1)
     ahead: list[tuple[int, str]] = []
     """Numbered lines that were read too early, to see whether a quoted cell goes on in them."""
@@ -259,6 +262,7 @@ def _read_parquet(path: Path) -> Rows:
     import pyarrow.parquet as pq
 
     try:
+        # The first time only for the schema: which columns are texts must be known to open the file by dictionaries.
         with pq.ParquetFile(path) as file:
             texts = [column_field.name for column_field in file.schema_arrow if pa.types.is_string(column_field.type)]
         number = 0

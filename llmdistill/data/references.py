@@ -51,6 +51,7 @@ def parts_of(reference: str | Path) -> list[Part]:
             f"{text[:40]}...: this is a text, not the name of a data set; give a list of texts, or write it to a file"
         )
     for name in names:
+        # A file may have a name like a.jsonl=2.
         weighted = None if os.path.exists(name) else _WEIGHT.fullmatch(name.strip())
         parts.append(
             Part(name.strip()) if weighted is None else Part(weighted["name"].strip(), float(weighted["weight"]))

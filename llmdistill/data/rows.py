@@ -121,6 +121,7 @@ def parse_row(
         UserError: a key is missing (the answer only if needs_answer), a value does not fit the format, or a key changes
             what the row means and is not read; the message begins with `source`, the place of the row.
     """
+    # Tables give each row all columns, with null where it has nothing.
     row = {key: value for key, value in row.items() if value is not None}
     if _CHOSEN in row and "chosen" not in row:
         row["chosen"] = row.pop(_CHOSEN)
@@ -188,6 +189,7 @@ def _parse_instruction(row: Mapping[str, Any], key: str, source: str, needs_answ
     contexts = [
         _read_string(row, name, source, "quote it or leave it out") for name in ("input", "context") if name in row
     ]
+    # An empty context beside an input says nothing, and does no harm.
     if all(contexts) and len(contexts) == 2:
         raise UserError(f'{source}: both "input" and "context" have a text, and one is read; join them')
     answers = _read_answers(row, _ASKS[key], source, needs_answer)

@@ -67,6 +67,7 @@ def share_out(total: int, weights: Sequence[float]) -> list[int]:
     """
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [max(1, math.floor(share)) for share in exact]
+    # The largest remainders first.
     order = sorted(range(len(weights)), key=lambda number: counts[number] - exact[number])
     for number in order[: max(0, total - sum(counts))]:
         counts[number] += 1
@@ -83,6 +84,7 @@ def global_batch_indices(
     Each epoch goes through the data set in a new permutation; a batch may contain examples of two epochs, so no example
     is left out. With a mixture, which has dataset_size examples, an epoch is one of the mixture.
     """
+    # Examples are counted through the epochs without end.
     first = step * global_batch_size
     places = (divmod(place, dataset_size) for place in range(first, first + global_batch_size))
     return [int(_permute(seed, epoch, dataset_size, mixture)[offset]) for epoch, offset in places]
@@ -195,6 +197,7 @@ class TrainLoader(StepLoader[Item]):
         """See StepLoader: the indices of the examples."""
         window = global_batch_indices(
             seed=self.share.seed,
+            # A window is one step of a global batch that is so many times as large.
             step=step // self.bucket_steps,
             dataset_size=len(self.items),
             global_batch_size=self.bucket_steps * self.share.global_batch_size,
@@ -279,7 +282,7 @@ class PrefetchingLoader:
             batches = ahead[1].result()
         else:
             if ahead is not None:
-                ahead[1].cancel()
+                ahead[1].cancel()  # no effect if the thread has begun; then its result is dropped
             batches = self._thread.submit(self._make_batches, step).result()
         if step + 1 < self._steps:
             self._ahead = step + 1, self._thread.submit(self._make_batches, step + 1)
@@ -311,6 +314,7 @@ def scoring_batches(
     All ranks get the same number of batches, because a sharded model needs all ranks in every forward pass. A rank with
     one batch less repeats the first batch, without indices, labels and targets, so that no example counts twice.
     """
+    # Batches of similar length need little padding.
     order = sorted(range(len(items)), key=lambda index: len(items[index]))
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     share = [(part, collate([items[index] for index in part])) for part in parts[rank::world_size]]

@@ -109,6 +109,7 @@ class PackedText:
         start = index * self._room
         stop = min(start + self._room, self._total)
         text = np.empty(stop - start, np.int64)
+        # Separators (one token at most) everywhere; the documents are then copied over them.
         text[:] = self._between[0] if self._between else 0
         # Bisect over the mapped offsets: an array of these numbers would take memory on every rank.
         documents = range(self._corpus.num_documents)
@@ -172,7 +173,7 @@ class SegmentPairs:
     def read(self, index: int, rng: np.random.Generator) -> TextSequence:
         document, start, stop = self._locate_span(index)
         if rng.random() < _SHORT_SHARE:
-            length = min(int(rng.integers(2, self._room + 1)), stop - start)
+            length = min(int(rng.integers(2, self._room + 1)), stop - start)  # at least a token for each segment
             start += int(rng.integers(stop - start - length + 1))
             stop = start + length
         parting = self._draw_parting(start, stop, rng)
@@ -187,7 +188,7 @@ class SegmentPairs:
             target, second = 1, tokens[begin : min(begin + len(second), self._corpus.first_token(other + 1))]
         head = np.concatenate([self._start, first, self._between])
         ids = np.concatenate([head, second, self._end]).astype(np.int64)
-        return TextSequence(ids, ids, len(head), target)
+        return TextSequence(ids, ids, len(head), target)  # the masking replaces the labels
 
     def _locate_span(self, index: int) -> tuple[int, int, int]:
         """Return the document of a pair, and the start and end of its text among the tokens."""
@@ -202,5 +203,7 @@ class SegmentPairs:
         segments = self._corpus.segments
         inside = segments[np.searchsorted(segments, start, "right") : np.searchsorted(segments, stop, "left")]
         if len(inside) == 0:
+            # + 1: the second segment begins after the end of the sentence; the last token is no end, because it would
+            # leave none.
             inside = start + 1 + np.flatnonzero(self._sentence_ends[self._corpus.tokens[start : stop - 1]])
         return int(rng.choice(inside)) if len(inside) else (start + stop) // 2

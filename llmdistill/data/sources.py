@@ -125,6 +125,7 @@ def _open_set(reference: str, streaming: bool) -> Rows:
     if files is not None:
         return chain.from_iterable(READERS.get(file.suffix.lower(), read_jsonl)(file) for file in files)
     if os.path.isdir(path):
+        # Its import is slow, and files do not need it.
         import datasets
 
         return _number_rows(
@@ -169,6 +170,7 @@ def _read_hub(reference: str, name: str, config: str | None, split: str, streami
             )
         start = int(part["start"] or 0)
         rows = _load(name, config, split=part["split"], streaming=True, **more).skip(start)
+        # `take` refuses a negative number, as of train[5:2].
         return rows.take(max(int(part["stop"]) - start, 0)) if part["stop"] else rows
 
     def not_loaded(error: Exception) -> UserError:

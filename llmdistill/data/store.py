@@ -87,6 +87,7 @@ def store(
     Raises:
         UserError: of `write`; or the folder cannot be written.
     """
+    # 64 bits: enough to tell all sets of a machine apart.
     folder = cache_folder(cache_dir) / kind / digest(request)[:16]
     if folder.is_dir():
         if _is_undamaged(folder):

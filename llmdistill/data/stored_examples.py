@@ -75,6 +75,7 @@ def store_examples(
     if files is None:
         hashed = hashlib.sha256()
         for row, _ in open_rows(reference):
+            # The hub's files may change under the same name, so its rows are identified by their content.
             hashed.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
         rows = ["rows", hashed.hexdigest()]
     for file in files or ():
@@ -89,6 +90,7 @@ def store_examples(
     request = {
         "format": _FORMAT,
         "rows": rows,
+        # The tokenizer's own description does not say which tokens begin and end a text.
         "tokenizer": [tokenizer_fingerprint(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id],
         "prompts": [PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, [template, rendered]],
         **asdict(limits),

@@ -134,6 +134,7 @@ class StreamLoader(StepLoader[Encoded]):
             UserError: before this step is reached, a row is malformed or, if data.long_prompts is "error", a prompt is
                 over the limit; or no prompt of the set is within the limit.
         """
+        # The steps whose examples are sorted together have one window.
         number = step // self.share.bucket_steps
         if number < self._number:
             self._restart()
@@ -174,6 +175,7 @@ class StreamLoader(StepLoader[Encoded]):
     def _next_block(self, size: int) -> list[Encoded]:
         """Read `size` examples of the stream, and return those that the limits leave."""
         exchange = self.exchange
+        # A text in place of a part is an error, which all ranks then raise.
         part = exchange.deal(self._read_parts(size) if exchange.rank == 0 else None)
         if isinstance(part, str):
             raise self._make_error(part)
@@ -185,6 +187,7 @@ class StreamLoader(StepLoader[Encoded]):
         items: dict[int, Encoded] = {}
         for rank, data in enumerate(encoded_parts):
             assert isinstance(data, InstructData)
+            # Rank r has the examples r, r + size, r + 2 size ... of the block.
             items.update(zip((rank + place * exchange.size for place in data.indices), data.items, strict=True))
             self.counts = self.counts.plus(data.counts)
         for place, epoch in enumerate(part.epochs):
@@ -223,5 +226,6 @@ class StreamLoader(StepLoader[Encoded]):
 
     def _make_error(self, message: str) -> UserError:
         error = UserError(message)
+        # All ranks raise it, so that rank 0 alone prints it.
         error.everywhere = self.exchange.size > 1
         return error

@@ -183,8 +183,9 @@ class MaskedTargets:
         rows, labels = [], []
         for item, place in zip(items, places, strict=True):
             ids = np.array(item.ids)
+            # The source is what the model reads, so none of it is masked.
             in_source = np.arange(len(ids)) < len(item.source_ids)
-            rng = np.random.default_rng((seed, *divmod(place, len(self)), SEQUENCE))
+            rng = np.random.default_rng((seed, *divmod(place, len(self)), SEQUENCE))  # seed, epoch, index
             row, row_labels = self._masking(ids, in_source, rng)
             rows.append(row)
             labels.append(row_labels)

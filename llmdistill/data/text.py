@@ -47,6 +47,7 @@ class TextSequences:
         self.next_sentence = next_sentence
         self._sequences = cut_sequences(corpus, tokenizer, max_length, masked=masking is not None, pairs=pairs)
         pads = (tokenizer.pad_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id)
+        # The mask hides padding, so any token will do.
         self._pad_token_id = next((pad for pad in pads if pad is not None), 0)
         # A decoder has no segments, whatever its tokenizer gives: GPT-2 would add the embedding of a token for each
         # segment id.
@@ -172,7 +173,7 @@ def validation_batches(
             f"data.valid has {size} sequences of {sequences.max_length} tokens (at most data.text.valid_sequences "
             f"{limit}) for {world_size} ranks: give a longer text, or data.text.valid_sequences of {world_size} or more"
         )
-    rounds = -(-size // (batch_size * world_size))
+    rounds = -(-size // (batch_size * world_size))  # rounded up
     if rounds * world_size > size:  # tiny batches: a few larger batches rather than an empty one
         rounds -= 1
     parts = np.array_split(np.arange(size), rounds * world_size)

@@ -43,6 +43,7 @@ class TokenBytes:
         byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         added = self.tokenizer.added_tokens_decoder
         vocabulary = self.tokenizer.get_vocab()
+        # Vocabularies may have gaps, which stand for nothing.
         pieces = [b""] * (max(vocabulary.values()) + 1)
         for token, index in vocabulary.items():
             if index in added:
@@ -139,6 +140,7 @@ def equal_spans(one: Sequence[bytes], other: Sequence[bytes]) -> tuple[np.ndarra
     equal = min(map(len, texts))
     if texts[0][:equal] != texts[1][:equal]:
         equal = next(place for place in range(equal) if texts[0][place] != texts[1][place])
+    # Bytes at which both sides end a token; a span ends at each of them.
     common = np.intersect1d(ends, others_ends)
     common = common[common <= equal]
     # The span of a token is the number of common ends before its own end.
