@@ -57,6 +57,7 @@ def tied_weights(model: Any) -> dict[str, str]:
 def set_tied_weights(model: Any, ties: dict[str, str]) -> None:
     """Declare other ties for this model than its class has."""
     model._tied_weights_keys = ties
+    # transformers expands the names of the class when it makes a model, so these are expanded here.
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 

@@ -113,6 +113,7 @@ def _model(name: str, **keys: Any) -> Any:
     """Return a pydantic model of optional keys, each given by its type or by a value of its type; None fits all."""
     from pydantic import ConfigDict, StrictBool, StrictFloat, StrictStr, create_model
 
+    # A float takes whole numbers too, and 5e8 in JSON is a float.
     plain = {bool: StrictBool, int: StrictFloat, float: StrictFloat, str: StrictStr, type(None): Any}
     fields: dict[str, Any] = {key: (plain.get(type(kind), kind), None) for key, kind in keys.items()}
     return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)

@@ -53,7 +53,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
         raise UserError(f"{path}: fp16.enabled: half precision is bf16 here; remove the block and enable bf16")
     _block(config, "bf16", path)
     stage = _block(config, "zero_optimization", path).get("stage", 0)
-    if stage not in (0, 1, 2, 3) or type(stage) is not int:
+    if stage not in (0, 1, 2, 3) or type(stage) is not int:  # True equals 1
         raise UserError(f"{path}: zero_optimization.stage is {stage!r}: give 0, 1, 2 or 3")
     return config
 

@@ -71,6 +71,7 @@ def counters(engine: Any) -> dict[str, float]:
     """Return the numbers of the optimizer that belong to no element of a parameter, such as Adam's step."""
     numbers: dict[str, float] = {}
     for state in optimizer_of(engine).state.values():
+        # Those of all parameters are equal, so one of each name is enough.
         numbers |= {key: float(value) for key, value in state.items() if _is_number(value)}
     return numbers
 
@@ -79,6 +80,7 @@ def set_counters(engine: Any, values: dict[str, float]) -> None:
     """Set the numbers that `counters` returned; the optimizer must have its state."""
     for state in optimizer_of(engine).state.values():
         for key, value in values.items():
+            # torch counts steps in a tensor, and the Adam of DeepSpeed for CPUs in an int.
             if isinstance(state.get(key), Tensor):
                 state[key].fill_(value)
             elif key in state:

@@ -58,7 +58,7 @@ class _Graded(torch.autograd.Function):
         receive, ctx.receive = ctx.receive, None  # frees the tensors that the function holds before the graph is freed
         if receive is not None:
             receive(gradient)
-        return gradient, None, None
+        return gradient, None, None  # _BEGIN and the function have none
 
 
 class HookSums:
@@ -126,12 +126,14 @@ class HookSums:
         mask_BT, width = self.mask, values.shape[-1]
         if values.numel() == mask_BT.numel() * width:
             return (values.reshape(*mask_BT.shape, width) * mask_BT[..., None]).sum(1)
+        # All rows belong to the one sequence, in whatever order they are.
         if self._is_whole and len(mask_BT) == 1:
             return values.reshape(1, -1, width).sum(1)
         self._check_odd()
         return values.new_zeros(len(mask_BT), width)
 
     def _check_odd(self) -> None:
+        # A batch that is repeated for the sake of other ranks counts nothing, whatever its rows are.
         if self.mask.any():
             raise UserError(
                 "a linear reads other rows than the tokens of a batch, so that padding cannot be told from them: set "

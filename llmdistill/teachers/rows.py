@@ -70,10 +70,12 @@ class Request:
             if place not in held["positions"]:
                 return f"the distributions at {place}"
         for temperature in self.temperatures:
+            # Hidden states give the distribution at any temperature.
             if held["top_k"] is not None and temperature not in held["temperatures"]:
                 return f"the mass of the rest at temperature {temperature:g}"
         for aspect, layers in self.taps.items():
             for layer in sorted(layers.difference(held["taps"].get(aspect, ()))):
+                # Users count layers from 1.
                 return "the embedding" if aspect == "embedding" else f"the {aspect} of layer {layer + 1}"
         return "the output of the classifier" if self.sequences and not held["sequences"] else None
 
@@ -122,7 +124,7 @@ def to_rows(
     for aspect, layers in request.taps.items():
         for layer in layers:
             tensor = getattr(outputs.taps, aspect)[layer]
-            by_token = tensor.transpose(1, 2) if tensor.dim() == 4 else tensor
+            by_token = tensor.transpose(1, 2) if tensor.dim() == 4 else tensor  # (B, T, H, D) or (B, T, W)
             rows[f"{aspect}.{layer}"] = by_token.flatten(0, 1).index_select(0, batch.rows_at("tokens"))
     if request.sequences:
         assert outputs.sequence_logits is not None, "the teacher has no head for sequences"

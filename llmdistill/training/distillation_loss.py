@@ -119,6 +119,7 @@ class DistillationLoss:
             self.objective = Objective(tokens=head.has_tokens, targets=head.targets(student.config))
         check_names("method", [method], METHODS)
         check_names("also", also, with_teacher(METHODS))
+        # `>` of two truth values: a method needs a teacher, and takes none with other tokens.
         if tokenizers is not None and any(METHODS[name].needs_teacher > METHODS[name].other_tokens for name in names):
             raise UserError(f"tokenizers are given, but method {' + '.join(names)} needs the same tokens: take kd")
         own = method_settings(names, settings or {}, keywords, METHODS)

@@ -117,6 +117,7 @@ def _has_tokenizer(model: Model | None) -> bool:
     if not isinstance(model, PreTrainedModel):
         return model is not None
     source = str(model.name_or_path or "")
+    # What is no folder is a name on the hub, but for an absolute path.
     return bool(source) and (brings_tokenizer(source) if os.path.isdir(source) else not os.path.isabs(source))
 
 

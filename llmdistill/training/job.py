@@ -122,7 +122,7 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
     summaries: dict[str, dict[str, Any]] = {}
     scored = {*plan.config.scoring.models} & {*plan.task.scored}
     if plan.config.teacher.model is None or (plan.source is not None and not plan.source.runs_here):
-        scored -= {"teacher"}
+        scored -= {"teacher"}  # there is none, or none is loaded: its outputs come from elsewhere
 
     def score(name: str, folder: Path) -> None:
         if name in scored:
@@ -144,6 +144,7 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
         warn_main(warning)
 
     untrained, trained = assemble.prepare_student(plan, teacher, data), plan.folder / "student"
+    # Its scores and the making of the student were all that needed it.
     if not plan.runs_teacher:
         teacher.release()
     # Ranks that the calibration data decide are not known before.
@@ -231,6 +232,7 @@ def _open_training(
             rows,
             saving,
         ]
+        # From here on a signal ends the run after a whole step, which is saved; up to here there is nothing to save.
         with signals.waiting():
             yield trainer, start, callbacks
     if world.is_main:

@@ -285,6 +285,7 @@ def _forget_end(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "predictions" / "student", ignore_errors=True)
     best = read_best(folder)
+    # The end of the run has moved the best student from there.
     if best is not None and (folder / "student").is_dir() and not (folder / best["student"]).exists():
         (folder / best["student"]).parent.mkdir(exist_ok=True)
         (folder / "student").rename(folder / best["student"])

@@ -99,7 +99,7 @@ def _open_wandb(folder: Path, settings: Mapping[str, Any], known: str | None) ->
         project=given("WANDB_PROJECT", "llmdistill"),
         name=given("WANDB_NAME", folder.name),
         id=given("WANDB_RUN_ID", known),
-        resume="allow",
+        resume="allow",  # goes on with a run that is known, and begins one that is not
         dir=given("WANDB_DIR", str(folder)),
         config=dict(settings),
     )

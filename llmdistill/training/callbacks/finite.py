@@ -202,6 +202,7 @@ def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
     record = {"step": step, "learning_rate": trainer.settings.learning_rate}
     on_main(lambda: write_json(folder / NOT_FINITE / ENDED, record))
     error = UserError(why)
+    # All ranks raise it, so rank 0 alone says it.
     error.everywhere = True
     raise error
 

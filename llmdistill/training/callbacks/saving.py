@@ -47,5 +47,6 @@ class Checkpoints:
         if state.failure is not None:
             where = f"step {state.step} is saved, and the same command goes on from there"
             failure = type(state.failure)(f"{state.failure}; {where}")
+            # All ranks raise it, so rank 0 alone says it.
             failure.everywhere = True
             raise failure
