@@ -147,7 +147,7 @@ class Batch:
 
     def divisors(self) -> dict[Positions, Tensor]:
         """What the sums over a batch that stands alone are divided by: its own counts, at least 1."""
-        return {name: count.clamp(min=1) for name, count in self.counts().items()}
+        return {name: count.clamp(min=1) for name, count in self.counts().items()}  # a batch without any divides 0 by 1
 
     def has_target(self) -> Tensor:
         """Which sequences have a target, or at least one of their K targets: (B,), bool."""

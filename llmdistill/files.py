@@ -242,7 +242,7 @@ def new_folder(path: Path | str) -> Iterator[Path]:
         remove_abandoned(final.parent, final.name)
         with temporary_folder(final) as partial:
             yield partial
-            apply_umask(partial)
+            apply_umask(partial)  # mkdtemp lets only the owner in
             partial.replace(final)
     except UserError:
         raise

@@ -198,6 +198,7 @@ def _parse_words(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     for word in arguments:
         check_plain(word, "the command line")
     typed = overrides.given_flags(arguments)
+    # "" is a bare --, and print_config a flag of jsonargparse's own.
     check_keys(parser, [key for key in typed if key not in ("", "print_config")], prefix="--")
     # `a,b` becomes `[a,b]` after the flags whose settings are lists.
     flags = {flag for action in actions(parser) if is_list(action) for flag in action.option_strings}
@@ -221,7 +222,7 @@ def _parse_words(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
 
 
 def _note_repeated(words: Sequence[str]) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":  # all ranks parse the same words
         for note in describe_repeated(words):
             print(f"Note        {note}", file=sys.stderr)
 

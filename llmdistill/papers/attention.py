@@ -155,7 +155,7 @@ def plot_attention(rows: Sequence[Sequence[Panel]], tokens: Sequence[str]) -> Fi
     All rows have equally many panels. The values of a panel are (T, T): the share of each key in a query's attention.
     """
     columns, side = len(rows[0]), max(_SMALLEST, _TOKEN * len(tokens))
-    labels = 0.075 * max(map(len, tokens)) + 0.2
+    labels = 0.075 * max(map(len, tokens)) + 0.2  # inches: a letter of a token, and the name of the axis
     figure = new_figure(columns * (side + 0.15) + labels + 0.7, len(rows) * (side + 0.55) + labels)
     grid = figure.subplots(len(rows), columns, squeeze=False)
     places = range(len(tokens))

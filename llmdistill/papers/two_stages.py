@@ -162,6 +162,7 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
             if task in given:
                 benchmark.check_fine_tuned(load_config(given[task]), key, named=f"tasks.teacher {given[task]}")
             else:
+                # The row of the teacher makes it before the others need it.
                 pending[teacher] = benchmark.fine_tuned(first.models.teacher, key)
         folder = Path(str(config.output_dir)) / task
         study = TaskStudy(folder=folder, config=config, task=task, teacher=teacher, pending=pending)

@@ -42,7 +42,7 @@ _DECODERS = {
     "LMHeadModel": ("text-generation", "AutoModelForCausalLM"),
 }
 """How the name of a decoder's architecture ends -> its `pipeline_tag` on the hub, and the class that loads it."""
-_IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/")
+_IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/")  # of the hub's cache: models--USER--NAME
 # An absolute path, or one after ~ or C:, at the start of a word; // is part of an address.
 _MACHINE_PATH = re.compile(r"(?<![^\s='\"(\[{,:])(?:~|[A-Za-z]:)?/(?!/)[^\s'\"()\[\]{},]*")
 _LONGEST = 300

@@ -43,6 +43,7 @@ def save_drawings(folder: Path, drawings: Sequence[Drawing]) -> list[dict[str, s
         drawn.append({"name": name, "title": title, "caption": caption, "svg": Markup(svg)})
     names = {item["name"] for item in drawn}
     for file in (*folder.glob("*.png"), *folder.glob("*.svg")):
+        # The folder may hold plots of the user's, which stay.
         if _OWN_FILES.fullmatch(file.stem) and file.stem not in names:
             file.unlink()
     return drawn

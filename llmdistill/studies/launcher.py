@@ -229,6 +229,7 @@ def shown_command(command: Sequence[str]) -> str:
 def _reason(log: Path, code: int) -> str:
     """Return the error message in a run's log, or the last non-empty line if there is no error message."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    # Commands print a UserError after this word.
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = errors[-1] if errors else (lines[-1] if lines else "it printed nothing")
     return f"{said} (exit code {code}, log {log})"

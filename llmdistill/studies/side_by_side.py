@@ -277,7 +277,7 @@ def named_models(references: Sequence[str]) -> dict[str, Path]:
     models: dict[str, Path] = {}
     for reference in references:
         own, equals, named = reference.partition("=")
-        if equals and own and named and not Path(reference).exists():
+        if equals and own and named and not Path(reference).exists():  # the name of a folder may hold =
             of_run = _run_models(named)
             added = {own: locate(named) if of_run is None else of_run[MODELS["student"]]}
         else:

@@ -112,6 +112,7 @@ class Study:
     def _record(self, outcomes: Sequence[tuple[str, Outcome]], runner: Runner) -> None:
         """Add what has ended to the rows, and write study.json."""
         for name, outcome in outcomes:
+            # Without a choice the runs are trials that failed.
             shown = {result.trial.folder for result in outcome.runs if outcome.choice is not None}
             for result in outcome.ended:
                 trial, metrics = result.trial, result.metrics

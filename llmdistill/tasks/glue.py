@@ -413,6 +413,7 @@ def _hub_rows(task: GlueTask, split: Split) -> Rows:
                 "give the folder of GLUE's own download as the data folder"
             )
         label = row["label"]
+        # The hub has the label -1 in test splits.
         if task.classes and isinstance(label, int) and 0 <= label < len(task.classes):
             label = task.classes[label]
         texts = {column: row[key] for key, column in sentences.items()}

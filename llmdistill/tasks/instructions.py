@@ -219,6 +219,7 @@ class InstructionData(TaskData):
             before_ours, before_theirs = parts_before(our), parts_before(their)
             if len(before_ours) == len(before_theirs):  # else the teacher reads the student's text as it is
                 prompts |= dict(zip(before_ours, before_theirs.values(), strict=True))
+            # A student that writes answers itself is asked by the prompt of the last one.
             if self.task.config.data.written_while_training or len(before_ours) == 1:
                 prompts[sample_id(our.last_prompt)] = their.last_prompt
         return prompts

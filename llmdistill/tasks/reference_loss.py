@@ -94,7 +94,7 @@ def score_references(
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     vocabulary = model.config.get_text_config().vocab_size
     batches = scoring_batches(
-        encode(examples, tokenizer, replace(limits, turns="last")).items,
+        encode(examples, tokenizer, replace(limits, turns="last")).items,  # earlier answers are no references
         partial(collate, pad_token_id=padding),
         batch_size=max(1, min(batch_size, _LOGITS // (limits.max_length * vocabulary))),
         rank=world.rank,

@@ -49,6 +49,7 @@ def rouge_scores(
     from rouge_score.rouge_scorer import RougeScorer
 
     words = words or reference_words(references)
+    # Only the tokenizer of rouge_score itself stems, so that the words of other scripts stay whole.
     tokenizer: Any = {"tokenizer": SimpleNamespace(tokenize=unicode_words)} if words == "unicode" else {}
     scorer = RougeScorer([kind], use_stemmer=True, **tokenizer)
     scores = []

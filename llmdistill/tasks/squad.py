@@ -371,6 +371,7 @@ def best_spans(
     starts_BT, ends_BT = logits_B2T.float().cpu().unbind(1)
     no_answer_B = starts_BT[:, NO_ANSWER] + ends_BT[:, NO_ANSWER]
     assert all(window.characters is not None for window in windows), "the windows are encoded for training"
+    # -1 stands at tokens that are not of the context.
     rows = [torch.from_numpy(window.characters[:, 0] >= 0) for window in windows]  # type: ignore[index]
     outside_BT = pad_rows(rows, 0) == 0  # padding too
     starts_BT = starts_BT.masked_fill(outside_BT, float("-inf"))

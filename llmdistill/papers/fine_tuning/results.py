@@ -101,7 +101,7 @@ def _averages(tasks: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]
 def _shown_average(results: Mapping[str, Any], role: str) -> tuple[str, float]:
     of_role = results["averages"][role]
     own = results["protocol"]
-    names = sorted(NAMES.items(), key=lambda item: item[0] != own)
+    names = sorted(NAMES.items(), key=lambda item: item[0] != own)  # the protocol's own first
     for convention, name in names:
         if of_role[convention]["overall"] is not None and not of_role[convention]["missing"]:
             return f"average ({name})", of_role[convention]["overall"]
