@@ -216,6 +216,7 @@ def _of_all_ranks(error: Exception) -> Exception:
     world = World.current()
     if not isinstance(error, UserError):
         return RankError(f"rank {world.rank} failed with {type(error).__name__}: {error}")
+    # Of the same type, which has the exit code.
     shared = type(error)(str(error))
     shared.everywhere = True
     return shared

@@ -78,7 +78,7 @@ def _ask(host: str) -> str | None:
     try:
         answer = subprocess.run(
             ["ssh", *options, host, "true"],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,  # else ssh takes what is typed or piped to this command
             capture_output=True,
             text=True,
             errors="replace",
