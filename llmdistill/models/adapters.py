@@ -126,6 +126,7 @@ def apply_adapter(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
                 f"{folder}: the adapter has {rows} rows of {next(iter(rows_by_module))} alone, and its base has "
                 f"{table.shape[0]}: save it with modules_to_save for embeddings and LM head"
             )
+        # The adapter's own rows replace the new ones, so computing good ones would be wasted.
         base.resize_token_embeddings(rows, mean_resizing=False)
     model = _load_adapter(base, folder, settings)
     expected_outputs = _compute_outputs(model.eval())
@@ -205,6 +206,7 @@ def _merge(model: Any, *, is_tied: bool) -> PreTrainedModel:
             seen.add(id(parameter))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft says that the copies are not tied
+        # safe_merge makes peft refuse merged weights that are not finite.
         merged = cast(PreTrainedModel, model.merge_and_unload(safe_merge=True))
     merged.config.tie_word_embeddings = is_tied  # which peft has set to false for the copies
     # Tie again what is still equal; a model whose LM head now differs from its embedding stays untied.
@@ -269,6 +271,7 @@ def unties_embeddings(folder: Path) -> bool:
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast the parameters in place. Buffers keep their dtype, as in a model loaded in that dtype (RoPE's are fp32)."""
     for parameter in model.parameters():
+        # Through .data, because ties and hooks hold the Parameter itself.
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
 
@@ -316,6 +319,7 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:
         target_modules=_resolve_targets(model, settings.targets),
         init_lora_weights=False,
     )
+    # peft's linears draw weights from the global generator, even if these are replaced below.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft sets fan_in_fan_out for each module by its type and warns
         inject_adapter_in_model(config, model)
@@ -340,6 +344,7 @@ def merge_lora(model: PreTrainedModel) -> None:
         base = layer.get_base_layer()
         a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
         delta = layer.scaling["default"] * (b @ a)
+        # Conv1D stores (inputs, outputs).
         weight = base.weight.double() + (delta.T if isinstance(base, Conv1D) else delta)
         base.weight.data = weight.to(base.weight.dtype)
         parent, _, leaf = name.rpartition(".")

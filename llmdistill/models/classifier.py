@@ -72,5 +72,6 @@ def set_classifier(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Non
     own = classifier_parameters(model)
     assert own.keys() == weights.keys(), f"{sorted(own)} is not {sorted(weights)}"
     for name, parameter in own.items():
+        # All ranks have read the same weights.
         with gathered(parameter, write=True):
             parameter.copy_(weights[name])

@@ -80,7 +80,7 @@ _LLAMA = Family(
 )
 _GPT2 = Family(
     layers="h",
-    embedding="drop",
+    embedding="drop",  # the dropout after the sum of tokens and positions
     attention="attn",
     ffn_up="mlp.c_fc",
     ffn_down="mlp.c_proj",
@@ -138,6 +138,7 @@ _PHI = Family(
     ffn_down="mlp.fc2",
     makes_mask=True,
 )
+# Its dropout after the embedding is a function, so that no module returns the input of the first layer.
 _STARCODER2 = replace(_PHI, embedding=None, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")
 _GPT_NEOX = Family(
     layers="layers",
@@ -165,6 +166,7 @@ _MOE = Family(
     ffn_size="moe_intermediate_size",
     makes_mask=True,
 )
+# A small ELECTRA projects its embeddings to the width, a large one has no such module.
 _ELECTRA = replace(
     _BERT, embedding=None, lm_head="generator_predictions", next_sentence=None, layer_axes=None, makes_mask=True
 )
@@ -208,15 +210,16 @@ FAMILIES: dict[str, Family] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "gemma": replace(_LLAMA, embedding=None, layer_axes=None, makes_mask=True),
+    "gemma": replace(_LLAMA, embedding=None, layer_axes=None, makes_mask=True),  # its norms multiply by 1 + weight
     "gemma2": _GEMMA2,
     "gemma3_text": replace(_LLAMA, layer_axes=None),  # its norms multiply by 1 + weight
     "smollm3": replace(_LLAMA, layer_axes=None),  # whether a layer has rotary embeddings depends on the layer index
     "olmo2": _OLMO2,
     "granite": replace(_LLAMA, embedding=None),  # the embedding is multiplied
-    "cohere": replace(_LLAMA, layer_axes=None, makes_mask=True),
+    "cohere": replace(_LLAMA, layer_axes=None, makes_mask=True),  # its rotary pairs are neighbors
     "gpt2": _GPT2,
     "phi": _PHI,
+    # Queries, keys and values are in one matrix, and so are gate and up.
     "phi3": replace(_LLAMA, ffn_up="mlp.gate_up_proj", ffn_gate=None, layer_axes=None, makes_mask=True),
     "starcoder2": _STARCODER2,
     "gpt_neox": _GPT_NEOX,
@@ -347,6 +350,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
         return Shape(**{field.name: getattr(parts, field.name) for field in fields(Shape)})
     num_layers, num_heads, hidden_size = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
     intermediate_size = getattr(config, family_of(config).ffn_size)
+    # A config may have the key without a value.
     head_dim = getattr(config, "head_dim", None) or hidden_size // num_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None)
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)

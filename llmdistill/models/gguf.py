@@ -180,6 +180,7 @@ def _write_folder(file: Path, folder: Path, record: dict[str, Any], license: obj
                 "give a whole file"
             )
         config = model.config
+        # The weights are floats now.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         if isinstance(license, str):

@@ -87,6 +87,7 @@ def load_model(
         if adapter is None:
             model = _load_weights(path, dtype, head, new_head, num_classes)
         else:
+            # With auto the dtype to return to is known only once the base is loaded; the merging is in fp32 either way.
             first = dtype if dtype == "auto" else torch.float32
             load_base = partial(_load_weights, dtype=first, head=head, new_head=new_head, num_classes=num_classes)
             base = of_base(adapter, load_base)
@@ -217,6 +218,7 @@ def build_random(config: PreTrainedConfig, head: HeadName, *, seed: int) -> PreT
     """Build a model in fp32 with random weights, which follow the seed; torch's own generator does not change."""
     auto = auto_class(config, head)
     with built_from(config), torch.random.fork_rng(devices=[]):
+        # transformers initializes by torch's own generator, on the CPU, and takes no other.
         torch.default_generator.manual_seed(seed)
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **attention_of(config))
     return fuse_gelu(model)

@@ -287,6 +287,7 @@ def pool_tokens(hidden_BTW: Tensor, attention_mask: Tensor, pooling: Pooling, de
             # The weight of a token is its number in its sentence, from 1.
             weights_BT1 = real_BT1 * real_BT1.cumsum(1) if mode == "weightedmean" else real_BT1
             divisor_B1 = weights_BT1.sum(1).clamp(min=1e-9)  # as in sentence-transformers
+            # (B, 1), so that it divides (B, W)
             divisor_B1 = divisor_B1.sqrt() if mode == "mean_sqrt_len_tokens" else divisor_B1
             parts.append((hidden_BTW * weights_BT1).sum(1) / divisor_B1)
     return _map_and_normalize(torch.cat(parts, dim=-1), dense, pooling)

@@ -89,6 +89,7 @@ class _StraightThrough(nn.Module):
         self.rounding = rounding
 
     def forward(self, weight: Tensor) -> Tensor:
+        # detach, as nothing reads the gradient of torchao's own rounding
         rounded: Tensor = _Identity.apply(weight, self.rounding(weight.detach()))
         return rounded
 
@@ -266,6 +267,7 @@ class FewBits(StudentForm):
             group_size = _group_size(settings, inputs)
             groups = outputs * (1 if group_size is None else inputs // group_size)
             rounded = -(-outputs * inputs // 2) if is_packed else outputs * inputs
+            # A group has a scale in the dtype of the model, and torchao's zero point in int8.
             bytes += rounded + groups * (model.dtype.itemsize + 1) - outputs * inputs * model.dtype.itemsize
         return replace(size, bytes=bytes)
 
@@ -301,6 +303,7 @@ class FewBits(StudentForm):
 
 def pack_int4(integers: Tensor) -> Tensor:
     """Put integers from -8 to 7, row by row, into the lower and upper half of a byte: (m, n) -> (⌈mn / 2⌉,) uint8."""
+    # From 0 to 15, the range of half a byte
     nibbles = (integers.flatten() + 8).to(torch.uint8)
     nibbles = nn.functional.pad(nibbles, (0, nibbles.numel() % 2))
     return nibbles[::2] | nibbles[1::2] << 4

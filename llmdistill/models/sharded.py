@@ -26,6 +26,7 @@ def gathered(*parameters: Tensor | None, write: bool = False) -> AbstractContext
         return nullcontext()
     import deepspeed
 
+    # DeepSpeed sends rank 0's values to all ranks before it shards them again; None drops what the block wrote.
     context = deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if write else None)
     return cast("AbstractContextManager[Any]", context)
 

@@ -40,6 +40,7 @@ class Sharding:
         """Keep only this rank's share of a parameter."""
         import deepspeed
 
+        # DeepSpeed's Init shards the parameters of a module, in place.
         holder = nn.Module()
         holder.parameter = parameter
         deepspeed.zero.Init(module=holder, config_dict_or_path=self.ds_config, data_parallel_group=self.group)
@@ -116,6 +117,7 @@ def load_sharded(
         else:
             sharding.shard(parameter)
     _initialize(model, saved)
+    # Only now, because a parameter is initialized as a whole.
     for parameter in new:
         sharding.shard(parameter)
     take_generation_settings(model, folder)
@@ -145,6 +147,7 @@ def _find_saved(model: PreTrainedModel, names: Sequence[str], saved: Mapping[str
 
 def _initialize(model: PreTrainedModel, saved: Mapping[str, _SavedTensor]) -> None:
     """Read or compute the buffers, and initialize the parameters that were not read, as transformers does."""
+    # Buffers are not sharded: each rank has them whole, where its layers run.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))

@@ -65,6 +65,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         processor = read_json(folder / _PROCESSOR_TEMPLATE)
         tokenizer.chat_template = processor.get("chat_template") if isinstance(processor, dict) else None
     longest = tokenizer.model_max_length
+    # Only NaN, which JSON can hold, differs from itself.
     if not isinstance(longest, int | float) or longest != longest or longest < 1:
         raise UserError(
             f"{path}/tokenizer_config.json: model_max_length is {str(longest)[:60]!r}: give a number of tokens from 1, "

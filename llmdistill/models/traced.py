@@ -88,12 +88,14 @@ def trace_layers(config: PreTrainedConfig) -> Traced:
     each with stock sdpa attention, or have no feed-forward part that can be told from the rest.
     """
     settings = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_MODULES}
+    # As text, so that equal configs share an entry of the cache.
     parts = _trace(cast("Any", type(config)), json.dumps(settings, sort_keys=True, default=str))
     if isinstance(parts, str):
         raise UserError(parts)
     return parts
 
 
+# An architecture that cannot be traced gives a text, because the cache keeps results and no exceptions.
 @cache
 def _trace(kind: type[PreTrainedConfig], settings: str) -> Traced | str:
     config = kind.from_dict(json.loads(settings))
@@ -105,6 +107,7 @@ def _trace(kind: type[PreTrainedConfig], settings: str) -> Traced | str:
     if attention_implementation(model) != "sdpa":
         return "its attention is not transformers' sdpa"
     name = find_layers(model)
+    # Once under a name of ours and once as sdpa: code that asks for the name runs otherwise.
     run, stock = _run(model, name, _NAME), _run(model, name, "sdpa")
     if run is None or stock is None:
         return "its forward pass needs the values of tensors, so that its parts cannot be found from its config alone"
@@ -140,6 +143,7 @@ def _trace(kind: type[PreTrainedConfig], settings: str) -> Traced | str:
         scores_are_products=0 not in windows,  # 0 is a mask of another kind than causality and windows
         num_layers=len(calls),
         hidden_size=width,
+        # Queries are (B, H, T, D), keys and values (B, H_kv, T, D).
         num_heads=query[1],
         num_kv_heads=key[1],
         head_dim=query[3],
@@ -199,8 +203,10 @@ def _recording(model: PreTrainedModel, layers: str, name: str) -> Iterator[_Reco
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_settings: Any
     ) -> tuple[Tensor, None]:
         made_by = next((function for mask, function in masks if mask is attention_mask), None)
+        # -1 is attention outside of the layers, for which `_trace` refuses the architecture.
         layer, within = places.get(module, (-1, ""))
         attention.append(_Attention(layer, within, tuple(query.shape), tuple(key.shape), tuple(value.shape), made_by))
+        # (B, T, H, D), as transformers' attention functions return it
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -251,6 +257,7 @@ def _find_feed_forward(
         *ups, down = beside[0]  # in the order of their calls
         read, (_, written) = {calls[0][up][0].inputs[-1] for up in ups}, calls[0][down][0]
         inner, made = calls[0][down][0].inputs[-1], {calls[0][up][0].output[-1] for up in ups}
+        # A single up projection of twice the inner width holds the gate too.
         if read == {width} and written[-1] == width and (made == {inner} or (len(ups) == 1 and made == {2 * inner})):
             gate = next((up for up in ups if "gate" in up), ups[0]) if len(ups) == 2 else None
             return next(up for up in ups if up != gate), gate, down
@@ -276,6 +283,7 @@ def _find_window(mask: Callable[..., Tensor] | None, *, causal: bool, positions:
         return mask(zero, zero, torch.tensor(query), keys).expand(positions)
 
     try:
+        # The last query of a decoder and the first of an encoder see exactly one whole window.
         window = int(seen(positions - 1).sum()) if causal else int(seen(0).sum())
         # The ends, the edge of the window and the middle: all queries would take positions² comparisons.
         some = {0, 1, window - 1, window, window + 1, positions // 2, positions - 2, positions - 1}

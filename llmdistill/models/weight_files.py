@@ -43,6 +43,7 @@ def check_weight_files(folder: Path) -> None:
                 raise UserError(
                     f"{folder / name}: it has no objects metadata and weight_map: copy the file from the model anew"
                 )
+            # Each name once, by its text: a damaged map may have values that a set cannot hold.
             for shard in {str(shard): shard for shard in index["weight_map"].values()}.values():
                 _check_name(folder, shard, f"{folder / name}: its weight_map", (SUFFIX,))
 

@@ -106,6 +106,7 @@ def export_onnx(
         if factorized:
             merge(model)
             graphs["dense_"] = _write_graph(model, Path(scratch) / FILE)
+        # After the merging, which takes the factors out of the config.
         model.config.save_pretrained(folder)
         copy_companions(model_dir, folder)
         figures |= _time_graphs(graphs, model)
@@ -136,9 +137,11 @@ class _Graph:
 
     def feed(self, ids: Tensor, mask: Tensor, past: _Arrays | None = None) -> dict[str, Any]:
         """Return the inputs for tokens (B, T) and a mask (B, tokens before + T); by default no tokens come before."""
+        # Real tokens are counted, as transformers' generate does, so padding on the left does not move them.
         place = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
         arrays = {key: value.numpy() for key, value in {**values, "position_ids": place}.items() if key in self.inputs}
+        # (B, heads, no tokens, head width)
         empty = {
             name: np.zeros((len(ids), tensor.shape[1], 0, tensor.shape[3]), np.float32)
             for name, tensor in self.inputs.items()
@@ -159,7 +162,9 @@ class _Graph:
         places = {key: torch.from_numpy(inputs[key]) for key in ("position_ids",) if key in inputs}
         own: Tensor = model(input_ids=ids, attention_mask=mask, **places)[0]
         expected: Tensor = model.double()(input_ids=ids, attention_mask=mask, **places)[0]
+        # fp64 holds every number of fp32, so the weights come back as they were.
         model.float()
+        # Outputs (B, T, K) have places of padding, those of a classifier (B, C) do not.
         real = mask > 0 if expected.dim() == 3 else torch.ones(len(ids), dtype=torch.bool)
         outputs = [torch.from_numpy(session.run(self.outputs[:1], inputs)[0])]
         if len(self.outputs) > 1:  # a decoder must also agree for its last token after a cache of the others
@@ -267,6 +272,7 @@ def _write_graph(model: PreTrainedModel, file: Path) -> _Graph:
 def _prepare_trace(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[str], dict[str, Any]]:
     """Return the function to export, examples of its inputs by name, the names of its outputs, and the free axes."""
     free = torch.export.Dim.DYNAMIC
+    # torch.export takes sizes of 0 and 1 for constants, so each free axis has 2 or more here.
     ids, mask = (tensor[:2, :7] for tensor in _make_sequences(model, 2, 7))
     mask = torch.ones_like(mask)
     inputs = {"input_ids": ids, "attention_mask": mask}
@@ -291,6 +297,7 @@ def _prepare_trace(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor]
     layers = [f"{layer}.{part}" for layer in range(len(past) // 2) for part in ("key", "value")]
     names = [f"past_key_values.{layer}" for layer in layers]
     inputs |= dict(zip(names, past, strict=True))
+    # Keys and values are (B, heads, tokens, head width).
     axes |= {name: {0: free, 2: free} for name in names}
     return _Cached(model, argument), inputs, ["logits", *(f"present.{layer}" for layer in layers)], axes
 

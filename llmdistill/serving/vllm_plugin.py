@@ -259,6 +259,7 @@ def take_loaded(layer: Any, names: Sequence[str]) -> None:
             offset, shape = flat.places[index]
             value = flat.data[offset : offset + shape.numel()].view(shape)
             if _is_transposed(layer, shape):
+                # A copy first, because both share their memory.
                 value.copy_(value.T.clone())
             missing = value.isnan().any() if flat.is_floating_point() else (value < 0).any()
             if missing and key != LowRankLinear.bias_name:

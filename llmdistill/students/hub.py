@@ -170,6 +170,7 @@ class FactorizedLoader(HfQuantizer):
         vars(model).pop("is_quantized", None)
         del model.hf_quantizer, model.quantization_method
         for module in model.modules():
+            # `self` stands in for the config that a module lacks, and has no such attribute.
             vars(getattr(module, "config", self)).pop("_is_quantized", None)
 
     def is_serializable(self) -> bool:

@@ -99,6 +99,7 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
         keys = tied_weights(model)
         for head in heads:
             tied = _make_like(model.get_submodule(head), kind.head, factorization.embedding)
+            # h (A B)ᵀ = (h Bᵀ) Aᵀ: the head runs the embedding's factors in the other order.
             tied.A.weight, tied.B.weight = embedding.B.weight, embedding.A.weight
             model.set_submodule(head, tied)
             del keys[f"{head}.weight"]
@@ -142,6 +143,7 @@ def _saving_conversions(model: PreTrainedModel) -> list[WeightTransform]:
 
 
 def _stock_conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    # Legacy conversions rename weights of old checkpoints (gamma, beta), and saving must not bring those names back.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     return [entry for entry in conversions if not isinstance(entry, PrefixChange)]  # as transformers saves a new model
 
