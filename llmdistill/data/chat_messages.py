@@ -70,6 +70,7 @@ _PARTS = {
 """The types of a message's parts."""
 
 _OPENS = re.compile(r"\s*[\[{]")
+# A quoted text, which stays as it is, or a gap between two objects, which gets a comma.
 _TEXT_OR_GAP = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}\s+\{""")
 
 
@@ -275,7 +276,7 @@ def _read_text(text: str) -> Any:
     except json.JSONDecodeError:
         try:
             value = ast.literal_eval(_TEXT_OR_GAP.sub(lambda match: match[1] or "}, {", text.strip()))
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two for deep nesting
             value = None
         if not isinstance(value, list | dict) or has_half_surrogate(value):
             raise

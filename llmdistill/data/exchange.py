@@ -29,6 +29,7 @@ class Exchange:
 
     def deal(self, parts: list[Value] | None) -> Value:
         """Return this rank's part of what rank 0 gives, one part a rank; the others give None."""
+        # Where scatter puts the part; a rank alone has its own there already.
         box: list[Any] = [None] if parts is None else parts[:1]
         if self.size > 1:
             dist.scatter_object_list(box, cast(list[Any], parts), src=0, group=self.group)

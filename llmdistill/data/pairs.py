@@ -85,7 +85,7 @@ def encode_pairs(
         return []
     is_pair = examples[0].sentence2 is not None  # a set has sentences or pairs, never both
     marks = tokenizer.num_special_tokens_to_add(pair=is_pair)
-    if max_length < marks + 1 + is_pair:
+    if max_length < marks + 1 + is_pair:  # a token at least of each sentence
         raise UserError(f"max_length is {max_length}: the tokenizer's own marks take {marks}; give more, 128 is usual")
     encoded = tokenizer(
         [example.sentence1 for example in examples],

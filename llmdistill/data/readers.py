@@ -45,6 +45,7 @@ def text_lines(path: Path, *, newline: str | None = None) -> Iterator[str]:
     try:
         # utf-8-sig, because Excel and others on Windows write a byte order mark.
         with path.open(encoding="utf-8-sig", newline=newline) as lines:
+            # A limit for readline, so that a file without line ends is not read as a whole.
             for number, line in enumerate(iter(partial(lines.readline, MOST_BYTES + 2), ""), start=1):
                 # A character has at most 4 bytes, so most lines need not be encoded; + 1, because the line break is not
                 # counted.

@@ -239,6 +239,7 @@ class SplitWriter:
                 columns = {}
                 for name, kind in schema.columns.items():
                     values = [getattr(item, name) for item in items]
+                    # A list of Arrow has one dimension; `make` gives the numbers their shape again.
                     flat = [value.ravel() if isinstance(value, np.ndarray) else value for value in values]
                     columns[name] = pa.array(flat, self._token_ids if kind is TOKEN_IDS else kind)
                 batch = pa.record_batch(columns)

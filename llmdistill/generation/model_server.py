@@ -21,7 +21,7 @@ Answer = TypeVar("Answer")
 
 _PAUSES = (0.25, 2.0)
 """Seconds between a failed request and its first repetition, and the most between two; they double."""
-_AGAIN = (408, 429)
+_AGAIN = (408, 429)  # request timeout, too many requests
 """HTTP codes, besides those of a failed server (500 and more), after which a request is repeated."""
 
 
@@ -119,6 +119,7 @@ def describe_error(error: Exception) -> str:
     """Describe why a request failed, with the first words of the server's answer."""
     if isinstance(error, HTTPError):
         text = error.read(2000).decode(errors="replace")
+        # A proxy in front of the server may answer with something else than its JSON.
         with suppress(ValueError, KeyError, TypeError):
             text = json.loads(text)["error"]["message"]
         return f"HTTP {error.code}: {text[:300]}"

@@ -123,6 +123,7 @@ def read_batches(output: Path) -> dict[int, Answers]:
             for n, line in enumerate(file, start=1):
                 try:
                     entry = json.loads(line)
+                    # JSON has texts for keys.
                     batches[entry["batch"]] = {int(index): ids for index, ids in entry["rows"].items()}
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                     raise UserError(f"{path}:{n}: not a finished batch; remove the line to have it redone") from error

@@ -68,6 +68,7 @@ class RolloutServer:
 
     def take_weights(self, folder: Path, stamp: str) -> None:
         """Have the server load the weights of a folder; raises as `ModelServer.complete` does."""
+        # The server may run in another folder.
         body = {"method": "take_weights", "args": [str(folder.absolute()), stamp]}
         remedy = "let it see this folder, and serve the untrained student of this run, or one with the same shapes"
         what = f"the weights in {folder.absolute()}"

@@ -142,6 +142,7 @@ class VllmScorer:
         tops = []
         for ids, result in zip(token_ids, results, strict=True):
             # vLLM's entry of a token is the distribution from which it came: the one after the token before it.
+            # The first entry is None, because nothing is before the first token.
             entries = [*(result.prompt_logprobs or [])[1:], *(result.outputs[0].logprobs or [])]
             log_probs = [{token: value.logprob for token, value in (entry or {}).items()} for entry in entries]
             top = to_top_k(log_probs, self._k) if len(entries) == len(ids) else None

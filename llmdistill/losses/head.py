@@ -81,6 +81,7 @@ def token_losses(
         if chunk is None:
             chunk = _CPU_CHUNK
             if student.rows.device.type != "cpu":
+                # Bytes of an element.
                 size = (student.rows if student.weight is None else student.weight).element_size()
                 chunk = max(1, _CUDA_CHUNK_BYTES // (size * max(1, _vocabulary_size(head))))
         half = (min(chunk, len(head.rows)) + 1) // 2
@@ -145,7 +146,7 @@ class _KnownGradients(torch.autograd.Function):
             raise RuntimeError("the losses on tokens have one backward pass, and handed over their gradients in it")
         gradients, ctx.gradients = ctx.gradients, None
         scale = of_total if ctx.unit is None else of_total * ctx.unit
-        return None, None, None, *gradients.scaled(scale)
+        return None, None, None, *gradients.scaled(scale)  # none for total, gradients and unit
 
 
 @dataclass

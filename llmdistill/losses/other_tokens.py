@@ -59,7 +59,7 @@ class SpanRows:
             log_p_S = _span_log_likelihoods(teacher.head, teacher.labels, teacher.spans, teacher.num_spans)
             log_q_S = _span_log_likelihoods(student, labels_N, teacher.student_spans, teacher.num_spans)
             loss_S, derivative_S = likelihood_loss(log_p_S, log_q_S)
-            inside = teacher.student_spans >= 0
+            inside = teacher.student_spans >= 0  # -1 outside of spans
             pulls[inside] = derivative_S[teacher.student_spans[inside]].to(dtype)
             first = teacher.starts >= 0
             values[first] = loss_S[teacher.student_spans[first]].to(dtype)
@@ -133,11 +133,13 @@ def _compare_pairs(logits_NV: Tensor, teacher: SpanRows, term: TokenTerm) -> tup
     p_logits_nV = exact_logits(teacher.teacher.head, teacher.pairs[rows_n]).to(logits_NV.dtype)
     log_q_nV = (logits_NV[rows_n] / t).log_softmax(-1)
     ours, theirs = teacher.classes
+    # Both sides need the same classes, also where one of them has nothing in the rest.
     has_rest = ours.has_rest or theirs.has_rest
     log_p_nC = theirs.merge((p_logits_nV / t).log_softmax(-1), has_rest=has_rest).clamp(min=LOG_FLOOR)
     merged_nC = ours.merge(log_q_nV, has_rest=has_rest)
     log_q_nC = merged_nC.clamp(min=LOG_FLOOR)
     value = term.scale * term.divergence.value(log_p_nC, log_q_nC).sum()
+    # A floored log-probability is a constant, without a derivative.
     of_class = term.divergence.derivative(log_p_nC, log_q_nC).masked_fill(merged_nC < LOG_FLOOR, 0.0)
     derivative_nV = ours.spread(of_class, log_q_nV, log_q_nC)
     # From log q to the logits: the derivative of the softmax.

@@ -51,6 +51,7 @@ def build_distilbert(
             f"and {student_shape.hidden_size} in the student: set distilbert.cosine to 0, or give the student the "
             "teacher's width"
         )
+    # The last layers, whose outputs can be compared whatever their attention windows are.
     pair = LayerPair(student_shape.num_layers - 1, teacher_shape.num_layers - 1, None)
 
     def cosine(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:

@@ -89,6 +89,7 @@ def build_minilmv2(
         sorted({_compute_width(shape_of(config), sides) for sides in relations.values()})
         for config in (teacher, student)
     )
+    # What divides all widths divides their greatest common divisor.
     common = math.gcd(*teacher_widths, *student_widths)
     if common % settings.relation_heads != 0:
         divisors = [number for number in range(1, common + 1) if common % number == 0]

@@ -147,6 +147,7 @@ def check_own_student(plan: Plan, teacher: PreTrainedModel, batch: Batch, dry: M
         return Finding("ok", title, "not applicable: learned matrices map the widths")
     labels = {term.name for term in method.token_terms if term.divergence is None}
     labels |= {term.name for term in method.sequence_terms if not term.needs_teacher}
+    # Both get hooks of their own, and the teacher's parameters are frozen.
     student = copy.deepcopy(teacher).requires_grad_(True)
     sizes = measure_terms(method, tap_teacher(method, teacher), student, batch)
     compared = {name: size for name, size in sizes.items() if name not in labels}

@@ -91,6 +91,7 @@ def block_loss(
     shape = shape or block_shape(student, teacher, mask)
     # fp64 inputs (gradcheck) stay fp64; sums of bf16 and fp16 are fp32.
     dtype = torch.promote_types(torch.promote_types(student.query.dtype, teacher.query.dtype), torch.float32)
+    # 0 at padding, else a share of the mean over heads.
     weights_B1T1 = (mask.segments_BT != 0).to(dtype)[:, None, :, None] / heads
     # No padding, and one sequence per row; on a GPU the host would wait for this check.
     one_segment = mask.segments_BT.device.type == "cpu" and bool((mask.segments_BT == 1).all())
@@ -100,6 +101,7 @@ def block_loss(
     of_key = of_query if both else torch.empty_like(student.key) if "key" in gradients else None
     if total.is_meta:  # without values only the shapes of the results matter
         return BlockLoss(total, of_query, None if both else of_key)
+    # Scores of the student, scores of the teacher, and room for products and exponentials.
     buffers = [torch.empty(math.prod(shape) * tokens, device=total.device, dtype=dtype) for _ in range(3)]
     for sequences in _split(batch, shape.sequences):
         of_strip = mask.of_sequences(sequences)
@@ -113,7 +115,7 @@ def block_loss(
                 # The keys that any of these queries can see.
                 first = 0 if mask.window is None else max(0, rows.start - mask.window + 1)
                 keys = slice(first, rows.stop if mask.causal else tokens)
-                size = (*ours.query_SHTD.shape[:2], rows.stop - rows.start, keys.stop - keys.start)
+                size = (*ours.query_SHTD.shape[:2], rows.stop - rows.start, keys.stop - keys.start)  # (S, H, L, J)
                 # Views of the same memory for every block, so that it stays in cache.
                 s, t, spare = (buffer[: math.prod(size)].view(size) for buffer in buffers)
                 queries_NXD = ours.queries(rows)
@@ -216,6 +218,7 @@ class _StripGradient:
         strip = self.strip
         # (S, H, L, J) to (S · key heads, query heads of a key head · L, J)
         derivative_NXJ = derivative_SHLJ.view(*queries_NXD.shape[:2], -1).to(strip.operands)
+        # The factor may broadcast over heads and rows, which are one dimension in X.
         factor_NX1 = (
             (factor_SHL1 * strip.scaling).expand(*derivative_SHLJ.shape[:3], 1).reshape(*queries_NXD.shape[:2], 1)
         )
@@ -225,6 +228,7 @@ class _StripGradient:
             if self.both and self.by_key_NTD is not None:
                 self.by_key_NTD[:, rows] += query_NXD
             else:
+                # Each query is in one block, so its gradient is complete; a key is in many.
                 self.of_query_SHTD[:, :, rows] = query_NXD.view(*derivative_SHLJ.shape[:3], -1).to(
                     self.of_query_SHTD.dtype
                 )

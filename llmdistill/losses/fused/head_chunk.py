@@ -53,7 +53,7 @@ def chunk_losses(
     # _FewExponentials reads its values to check them; on CUDA the host would have to wait for them.
     if student_NV.device.type == "cpu":
         row_bytes = max(1, student_NV.shape[1] * factors.element_size())
-        size = torch.get_num_threads() * max(1, _BLOCK_BYTES // row_bytes)
+        size = torch.get_num_threads() * max(1, _BLOCK_BYTES // row_bytes)  # rows
         few_exponentials = None if isinstance(teacher_NV, TopK) else _FewExponentials.of(terms, factors)
     if few_exponentials is not None:
         spare = [student_NV[:size].new_empty(student_NV[:size].shape, dtype=factors.dtype) for _ in range(2)]
@@ -289,5 +289,6 @@ class _FewExponentials:
 
 def _exponentiate(logits: Tensor, temperature: float, *, out: Tensor) -> tuple[Tensor, Tensor]:
     """Return exp(logits / t) and its sums, (n, 1)."""
+    # A multiplication by 1 would be one more pass over the block.
     exps = torch.exp(logits, out=out) if temperature == 1 else torch.mul(logits, 1 / temperature, out=out).exp_()
     return exps, exps.sum(-1, keepdim=True)

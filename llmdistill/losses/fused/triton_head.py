@@ -112,6 +112,7 @@ def _rows_kernel(
         teacher_new = tl.maximum(teacher_max, tl.max(teacher, 0))
         for k in tl.static_range(TERMS):
             here = slot == k
+            # Online softmax: a new maximum rescales the sums so far.
             student_share = _exp_difference(student, student_new, TEMPERATURES[k])
             scaled = student_sums * _exp_difference(student_max, student_new, TEMPERATURES[k])
             student_sums = tl.where(here, scaled + tl.sum(student_share, 0), student_sums)
@@ -135,6 +136,7 @@ def _rows_kernel(
             derivative_sums = tl.where(slot == k, derivative_sum, derivative_sums)
     if not (KNOWN_SLOPES and WITH_GRADIENT):
         for start in range(0, words, BLOCK):
+            # The log-sums are relative to the maximum, as the exponentials were.
             student = _words(student_ptr, start, words, BLOCK) - student_max
             teacher = _words(teacher_ptr, start, words, BLOCK) - teacher_max
             word = start + tl.arange(0, BLOCK)
