@@ -117,6 +117,7 @@ def _roles_in_parts(tokenizer: PreTrainedTokenizerBase, _template_text: str) -> 
     question = {"role": "user", "content": parts if roles else QUESTION}
     roles |= {"assistant"} if in_parts("assistant", [question]) else set()
     roles |= {"system"} if in_parts("system", [], [question]) else set()
+    # Mistral's templates refuse a call whose id is not of nine letters and digits.
     call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
     calling = {"role": "assistant", "content": parts if "assistant" in roles else "", "tool_calls": [call]}
     roles |= {"tool"} if in_parts("tool", [question, calling]) else set()

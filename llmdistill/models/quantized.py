@@ -129,6 +129,7 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
 def _transform(model: PreTrainedModel, settings: QuantizeConfig, transform: Callable[[Any], Any]) -> None:
     from torchao.quantization import quantize_
 
+    # torchao takes one group size in a call.
     names_by_group_size: dict[int | None, set[str]] = {}
     for name in quantized_linears(model):
         size = _group_size(settings, cast(nn.Linear, model.get_submodule(name)).in_features)
@@ -162,6 +163,7 @@ def _quantized_modules(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     return [
         (module, module.weight)
         for module in model.modules()
+        # Not module.weight, for which a factorized linear would multiply its factors out.
         if isinstance(getattr(module, "_parameters", {}).get("weight"), TorchAOBaseTensor)
     ]
 

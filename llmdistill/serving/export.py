@@ -92,6 +92,7 @@ def export_in_form(
         form.finish(model, settings, model.state_dict())
         save_model(model, folder, student_dir)
         finished, loaded = first_outputs(model), first_outputs(load_model(folder, dtype="auto", head="saved"))
+        # Not >, so that a NaN is refused too.
         if not (loaded - finished).abs().max() <= TOLERANCES[model.dtype] * max(1.0, finished.abs().max().item()):
             raise UserError(f"--to {to}: {student_dir} is read otherwise than it was written; nothing was kept")
         difference = (finished - exact).abs().max().item()

@@ -187,6 +187,7 @@ def add_parameters(layer: nn.Module, parts: Sequence[nn.Module], names: Sequence
             start += tensor.numel()
         flat.places = places
         flat.weight_loader = _make_loader(layer, f"{'/'.join(names)}.{name}")
+        # The parameter is found under the student's own name, such as A.weight, so the modules on the way must exist.
         owner = layer
         for word in name.split(".")[:-1]:
             if not hasattr(owner, word):
@@ -271,6 +272,7 @@ def take_loaded(layer: Any, names: Sequence[str]) -> None:
         part.load_state_dict(values, assign=True)
         part.requires_grad_(False)
         outputs = part.out_features
+        # A bias that is still NaN is one that the student does not have.
         if bias is not None and not bias.isnan().any():
             layer.bias.data[start : start + outputs] = bias
             bias_offsets[index] = start

@@ -247,6 +247,7 @@ def make_student(
         embedding = plan_embedding(student, settings.factorize, settings.method)  # checked before the teacher is read
         if parts is not None:
             teacher = load_model(teacher_path, dtype=torch.float32, head=head)
+            # A shape takes rows and columns of whole matrices.
             if is_factorized(teacher):
                 merge(teacher)
             initialize(student, teacher, parts)

@@ -147,6 +147,7 @@ class FactorizedLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.quantization_config.install(model)
+        # torchao's quantizer does so at this point when it is the model's own.
         if self.over is not None and hasattr(self.over, "set_metadata"):
             self.over.set_metadata(kwargs["checkpoint_files"])
 

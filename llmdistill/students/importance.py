@@ -210,9 +210,11 @@ def _hooks(model: PreTrainedModel, sums: _Sums) -> list[RemovableHandle]:
         weight = getattr(module, "weight", None)
         shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))  # ds_shape: ZeRO-3 shards it
         is_norm = len(shape) == 1
+        # Norms with axes of their own are within heads, not on the residual stream.
         if is_norm and (layer is None or inner not in family.layer_axes):
             handles.append(module.register_forward_hook(partial(of_norm, base_name(model, name))))
     for layer, block in enumerate(layers_of(model)):
+        # The output projection, whose input is the output of all heads
         outwards = next(name for name, axes in family.layer_axes.items() if axes[-1] == "context")
         handles.append(block.get_submodule(outwards).register_forward_pre_hook(partial(of_output_projection, layer)))
         handles.append(block.get_submodule(family.ffn_down).register_forward_pre_hook(partial(of_down, layer)))

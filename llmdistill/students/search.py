@@ -193,6 +193,7 @@ def _check_reach(
             f"max_flops {settings.max_flops} is out of reach: with {settings.sums} sum(s) no shapes take less than "
             f"{fewest / all_flops:.2%} of the teacher's FLOPs; raise it"
         )
+    # Without weights the error is the number of parameters, so the best combination is the smallest one.
     best = [drop_dominated(options, with_flops=settings.max_flops is not None) for options in costs]
     _, totals = combine(best, math.inf, most_flops, count=1)
     nearest = fixed + int(totals[0][0])

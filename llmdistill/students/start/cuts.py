@@ -92,6 +92,7 @@ def predict_losses(
         sampling: the labels, and what the linears read; with gradients.
         reduce: sums a tensor over the ranks in place.
     """
+    # Factors go by names in the base model, measurements by those in the whole model.
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     names, make = [prefix + name for name in factors], partial(_LossSums, model, factors, prefix)
     passes = Passes(rounds=sampling.rounds, what="Measuring what each rank costs")
@@ -135,6 +136,7 @@ class _LossSums(HookSums):
             return
         self.check(name, x)
         self._call = [(x, version_of(x))] if self.phase == "store" else []
+        # The second run of the layer takes the records of its first run from here, in the order of the calls.
         if self.phase == "drop":
             self.calls.append(self._call)
 

@@ -88,6 +88,7 @@ def _make_measurement(source: CalibrationSource, settings: FactorizeConfig, meth
     model = source.teacher().model
     return Measurement(
         model=model,
+        # Parts of so few tokens that the graph of a backward pass stays small beside the model
         batches=split_batches(source.batches()[0], graph_tokens(model)),
         settings=settings.calibration,
         gradients=settings.weighting == "gradients",
