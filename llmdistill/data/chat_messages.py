@@ -139,6 +139,7 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
     learned = [_parse_flag(fields.pop(key), key, where) for key in LEARNED if key in fields]
     if _MASKED in fields:
         learned.append(not _parse_flag(fields.pop(_MASKED), _MASKED, where))
+    # A weight of 0 at another turn says what holds anyway.
     if any(learned) and kind not in ("assistant", _CALL):
         raise UserError(f"{where} is a {kind} turn that is to be learned, and only answers are; take its weight out")
     listed = fields.pop("tool_calls", None)

@@ -21,6 +21,7 @@ def rows_in_memory(data: object, name: str = "data") -> Iterator[Any]:
     Raises:
         UserError: it is anything else.
     """
+    # The library is known by its name, so that none is imported.
     library, kind = type(data).__module__.partition(".")[0], type(data).__name__
     if isinstance(data, Mapping) and library == "datasets":
         raise UserError(f"{name} is a {kind} of the splits {', '.join(map(str, data))}; give one of them")

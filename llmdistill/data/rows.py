@@ -134,6 +134,7 @@ def parse_row(
             label = row[key]
             if isinstance(label, str):
                 label = _IN_WORDS.get(label.strip().lower())
+            # `is`, because 0 equals False, and 0 and 1 may be the numbers of classes.
             if label is False:
                 raise LeftOut(source, f"{key} is false")
             if label is not True:
@@ -155,6 +156,7 @@ def parse_row(
 
 def _parse_format(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
     chat, instruction_key = _first_key(row, _CHATS), _first_key(row, tuple(_ASKS))
+    # An instruction with its answer takes precedence over a chat; a question may stand beside one.
     if instruction_key == "instruction" and (chat is None or _first_key(row, _ASKS[instruction_key]) is not None):
         return _parse_instruction(row, instruction_key, source, needs_answer)
     if chat is not None:
@@ -166,7 +168,7 @@ def _parse_format(row: Mapping[str, Any], source: str, needs_answer: bool) -> Ex
         if isinstance(chosen, str):
             return _parse_chat(row, messages, chat, source, needs_answer, answers=(chosen,))
         answer = parse_messages(chosen if is_list(chosen) else [chosen], "chosen", source)
-        _find_last_answer(answer, "chosen", source)
+        _find_last_answer(answer, "chosen", source)  # raises if there is none
         return _parse_chat(row, messages + answer, chat, source, needs_answer)
     if "prompt" in row:
         return _parse_prompt(row, source, needs_answer)
@@ -313,6 +315,7 @@ def _read_answers(row: Mapping[str, Any], keys: tuple[str, ...], source: str, ne
 
 
 def _read_system(row: Mapping[str, Any], source: str) -> Messages:
+    # A set, because one text under two keys is one system prompt.
     texts = {_read_string(row, key, source, "quote it") for key in _SYSTEMS if row.get(key)}
     if len(texts) > 1:
         raise UserError(f"{source}: there are two system prompts, under two of {', '.join(_SYSTEMS)}; leave one out")

@@ -168,6 +168,7 @@ def _read_hub(reference: str, name: str, config: str | None, split: str, streami
                 f"{reference}: a set that is streamed is cut by whole numbers alone, such as train[:500]; "
                 "cut it so or set data.streaming=false"
             )
+        # The datasets library slices no split that is streamed.
         start = int(part["start"] or 0)
         rows = _load(name, config, split=part["split"], streaming=True, **more).skip(start)
         # `take` refuses a negative number, as of train[5:2].

@@ -139,6 +139,7 @@ class MappedItems(Sequence[Item]):
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
         # Row by row from Arrow itself: a row of datasets.Dataset costs 40 µs, this one 5 µs.
         self._columns = {name: table[name] for name in schema.columns}
+        # The first column of a schema has a number for each token.
         self._tokens = table[0]
         self._make = schema.make
 

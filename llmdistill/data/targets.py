@@ -128,6 +128,7 @@ def encode_targets(
         cut_sources += len(source) > room
         cut_targets += len(target) > max_target - 1
         ids = [marks.start, *source[:room], *after_source]
+        # Only a target that is complete has its end.
         items.append(EncodedTarget(ids, [*target, marks.end][:max_target]))
     return EncodedTargets(items, cut_sources, cut_targets)
 

@@ -220,7 +220,7 @@ def new_tokens(
         input_ids=input_ids.to(model.device),
         attention_mask=attention_mask.to(model.device),
         generation_config=arguments,
-        synced_gpus=synced,
+        synced_gpus=synced,  # ranks whose answers are done go on with the others, which gather weights from them
         logits_processor=transformers.LogitsProcessorList([] if noise is None else [noise]),
     )
     answers = []

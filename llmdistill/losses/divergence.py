@@ -117,6 +117,7 @@ def divergence_by_autograd(value: Callable[[Tensor, Tensor], Tensor]) -> Diverge
 
 
 FORWARD_KL = Divergence(forward_kl, lambda log_p, log_q: -log_p.exp(), "forward_kl")
+# The derivative is that of the KL: the teacher's entropy, by which they differ, is a constant.
 SOFT_CROSS_ENTROPY = Divergence(
     lambda log_p, log_q: -(log_p.exp() * log_q).sum(-1), FORWARD_KL.derivative, "soft_cross_entropy"
 )

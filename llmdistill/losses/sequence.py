@@ -67,6 +67,7 @@ def sequence_divergence(
         for logits in (teacher_logits, student_logits)
     )
     values_B = divergence(log_p_NC, log_q_NC).view(len(has_target), -1).mean(1)
+    # Zeros as logits do not always give 0: the cross-entropy of two uniform distributions is log C.
     values_B = torch.where(has_target, values_B, 0.0)
     return LossSum(temperature**2 * values_B.sum(), has_target.sum())
 

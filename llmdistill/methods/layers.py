@@ -44,6 +44,7 @@ def parse_layers(spec: str, num_layers: int, *, key: str) -> tuple[int, ...]:
     layers: set[int] = set()
     for part in text.split(","):
         # Nine digits: int() refuses thousands of them by an error of its own.
+        # \d also matches digits of other scripts, hence ASCII.
         match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", part.strip(), re.ASCII)
         low, high = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
         if not 1 <= low <= high <= num_layers:

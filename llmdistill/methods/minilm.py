@@ -71,6 +71,7 @@ def build_minilm(
     causal = layers.check_direction(teacher, student, method="minilm")
     layers.check_scores(settings.attention, teacher, student, method="minilm")
     student_shape, teacher_shape = shape_of(student), shape_of(teacher)
+    # All value heads side by side.
     widths = student_shape.num_kv_heads * student_shape.value_dim, teacher_shape.num_kv_heads * teacher_shape.value_dim
     hidden_widths = student_shape.hidden_size, teacher_shape.hidden_size
     indivisible = next((width for width in hidden_widths if width % student_shape.num_heads != 0), None)

@@ -35,6 +35,7 @@ def soft_terms(
     name: str, weight: float, objective: Objective, *, temperature: float, positions: Positions = "labels"
 ) -> Terms:
     """Return soft cross-entropy (MaKD eq. 18, TinyBERT eq. 10) for tokens and classes; squared error for scores."""
+    # Without the factor t²: eq. 18 has none.
     token_term = losses.TokenTerm(name, losses.SOFT_CROSS_ENTROPY, temperature, positions=positions)
     compare = partial(losses.sequence_soft_cross_entropy, temperature=temperature)
     return _select_terms(token_term, compare, weight, objective)
@@ -55,6 +56,7 @@ def divergence_terms(
 
     `sequence_name` is the name of the term on the objective's targets, without their prefix; by default it is `name`.
     """
+    # A softmax at t has gradients 1/t² as large (Hinton et al. 2015, §2).
     scale = temperature**2
     token_term = losses.TokenTerm(name, divergence, temperature, scale=scale, positions=positions, spans=spans)
     compare = partial(losses.sequence_divergence, divergence=divergence.value, temperature=temperature)
@@ -84,6 +86,7 @@ def _select_terms(
             )
         name = f"{targets.prefix}{sequence_name or token_term.name}"
         loss = partial(_target_loss, targets, divergence)
+        # The labels' loss needs no teacher.
         term = SequenceTerm(name, divergence is not None, loss, targets.positions)
         terms |= Terms({name: weight}, sequence_terms=(term,))
     return terms

@@ -92,6 +92,7 @@ def make_choices(
     """
     train, ranks = plan.config.train, machine.ranks
     share = split_batch(train.global_batch_size, None, ranks).micro_batch_size
+    # Micro batches of one size, which together are the share of a rank.
     micro_batch_sizes = [size for size in range(1, share + 1) if share % size == 0]
     models = build_models(plan)
     sizes = Sizes.of(models.student, models.teacher)
@@ -172,6 +173,7 @@ def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None
 
 def _filter_preferred(choices: Sequence[LayoutChoice], micro_batch_size: int | None) -> list[LayoutChoice]:
     """Return the choices that fit; if possible not tightly, without a senseless cache, and with the run's own size."""
+    # Each wish below is given up if no choice would be left.
     fitting = [choice for choice in choices if choice.fits]
     fitting = [choice for choice in fitting if choice.cache is None or choice.cache.is_sensible] or fitting
     fitting = [choice for choice in fitting if not choice.tight] or fitting
@@ -225,6 +227,7 @@ def explain_choice(choice: LayoutChoice, choices: Sequence[LayoutChoice], micro_
     if choice.checkpointing:
         keys = ("ds_config", "teacher", "micro_batch_size")
         alike = [other for other in choices if all(getattr(other, key) == getattr(choice, key) for key in keys)]
+        # Of the two that differ in checkpointing alone, the one without needs more.
         needed = max(other.total for other in alike)
         sentence += f"; without activation checkpointing it would need {gigabytes(needed)} GB"
     return sentence
