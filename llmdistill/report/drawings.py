@@ -63,11 +63,8 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
         terms = {term: curve for term in row.terms if plots.is_line(curve := plots.mean_curve(logs, term))}
         if len(row.terms) > 1 and terms:
             name = f"terms_{re.sub(r'[^A-Za-z0-9_.-]', '_', row.key)}"
-            caption = (
-                "Each term of the training loss, mean over seeds, with a band from the lowest to the highest seed."
-            )
             figure = plot_terms(terms, styles[row.key])
-            drawings.append(Drawing(name, f"Terms of the loss: {row.title}", caption, figure))
+            drawings.append(Drawing(name, f"Terms of the loss: {row.title}", _TERMS_CAPTION, figure))
     for text in measures:
         drawings += _draw_size(comparison, styles, text)
     predicted = draw_predictions([student.weighting for student in comparison.untrained])

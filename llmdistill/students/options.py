@@ -79,8 +79,11 @@ class Group:
     def errors(self, costs: Options, model: PreTrainedModel, device: torch.device | None) -> Options:
         """Return the same choices with the errors on the weights of a few layers, which represent all layers."""
         energies, energy = np.zeros(len(costs.choices)), 0.0
-        with torch.random.fork_rng(devices=[]):  # the randomized SVD draws from torch's own generator
+        gpus = [device] if device is not None and device.type == "cuda" else []
+        with torch.random.fork_rng(devices=gpus):  # the randomized SVD draws from the generator of its device
             torch.default_generator.manual_seed(0)
+            if gpus:
+                torch.cuda.manual_seed(0)
             layers = f"{layers_name(model)}."
             layer_of = {name: base_name(model, name).removeprefix(layers).partition(".")[0] for name in self.members}
             numbers = sorted(set(layer_of.values()), key=int)
