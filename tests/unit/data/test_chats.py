@@ -301,7 +301,7 @@ def test_a_rendering_that_does_not_begin_with_its_prompt_is_one_warning(capsys):
 
 def test_a_template_without_the_answer_is_refused():
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}<|im_end|>"
-    said = "plain: the tokenizer's chat template does not write the answer"
+    said = "plain: the tokenizer's chat template does not write the assistant's answer"
     refuses(said, encode, [CHATS["plain"]], chatting(template), LONG)
 
 
@@ -397,7 +397,7 @@ def test_further_templates(file):
             if "yr8" in written:
                 break
         else:
-            said = "refuses the messages" if whole is None else "does not write the answer"
+            said = "refuses the messages" if whole is None else "does not write the assistant's answer"
             refuses(said, encode, [example], tokenizer, LONG)
             continue
         [item] = encode([example], tokenizer, LONG).items
