@@ -47,6 +47,25 @@ def stepped_tensors(engine: Any) -> list[list[Tensor]]:
     return groups
 
 
+def master_weights(engine: Any) -> dict[Tensor, tuple[Tensor, int]]:
+    """Return the tensor that the optimizer steps in place of each parameter, and where the parameter begins in it.
+
+    Without ZeRO a model in bf16 has fp32 weights beside it: in a tensor for each parameter, or with a fused Adam laid
+    end to end in one for each group. Empty if the optimizer steps the parameters themselves.
+    """
+    optimizer, found = engine.optimizer, dict[Tensor, tuple[Tensor, int]]()
+    if engine.zero_optimization_stage() > 0 or not hasattr(optimizer, "fp16_groups"):
+        return found
+    if hasattr(optimizer, "fp32_groups_flat"):
+        for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            ends = torch.tensor([0, *(parameter.numel() for parameter in parameters)]).cumsum(0).tolist()
+            found |= {parameter: (flat, start) for parameter, start in zip(parameters, ends, strict=False)}
+        return found
+    for parameters, exact in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        found |= {parameter: (weight, 0) for parameter, weight in zip(parameters, exact, strict=True)}
+    return found
+
+
 def partition(parameter: Any) -> Partition | None:
     """Return this rank's part of a parameter at ZeRO-1 and 2; None if it lies with other ranks.
 
@@ -86,3 +105,5 @@ def after_writing(engine: Any) -> None:
         optimizer.checkpoint_event_epilogue()
     elif stage > 0:
         optimizer.update_lp_params()
+    for parameter, (exact, start) in master_weights(engine).items():
+        parameter.data.copy_(exact.data.view(-1).narrow(0, start, parameter.numel()).view_as(parameter))

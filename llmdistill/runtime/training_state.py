@@ -20,6 +20,7 @@ from torch import Tensor
 from llmdistill.internals.deepspeed_names import (
     after_writing,
     before_writing,
+    master_weights,
     optimizer_of,
     partition,
     shard,
@@ -60,11 +61,13 @@ def fragments(engine: Any) -> list[Fragment]:
         # A parameter group is one flat tensor at these stages.
         flats = [flat for (flat,) in stepped_tensors(engine)]
         return [part for name, parameter in trained for part in _partitioned(name, parameter, flats, states)]
-    return [
-        _viewed(name, kind, 0, values.view(-1))
-        for name, parameter in trained
-        for kind, values in _state_of(parameter, states).items()
-    ]
+    exact = master_weights(engine)
+    parts = []
+    for name, parameter in trained:
+        stepped, place = exact.get(parameter, (parameter, 0))
+        for kind, values in _state_of(stepped, states).items():
+            parts.append(_viewed(name, kind, 0, values.data.view(-1).narrow(0, place, parameter.numel())))
+    return parts
 
 
 def counters(engine: Any) -> dict[str, float]:

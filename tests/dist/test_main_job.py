@@ -123,6 +123,20 @@ def test_bf16_goes_on_from_its_exact_weights(trained, launch, settings, tmp_path
     assert differing < 0.02  # weights that lie between two values of bf16
 
 
+def test_bf16_without_zero_goes_on_bit_equal(trained, launch, settings, tmp_path):
+    """The optimizer steps fp32 copies of the weights there, which no partition of ZeRO names."""
+    stage_0 = tmp_path / "stage0.json"
+    blocks = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 0}}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
+    stage_0.write_text(json.dumps({**blocks, "bf16": {"enabled": "auto"}, "optimizer": optimizer}))
+    bf16 = ("--train.dtype", "bf16")
+    whole = trained(*bf16, ds_config=str(stage_0))
+    folder = interrupted_copy(whole, tmp_path / "resumed")
+    launch(*settings, "--ds_config", str(stage_0), "--output_dir", str(folder), *bf16)
+    assert largest_difference(whole, folder) == 0
+    assert logged(folder, "loss") == logged(whole, "loss")
+
+
 def test_the_score_of_the_kept_student_is_the_best_in_the_log_of_sharded_ranks(trained):
     greedy = """--recipe quickstart --student.factorize.weighting none --student.factorize.allocation uniform
     --student.factorize.target_params null --student.factorize.rank 40 --data.tests {} --data.max_prompt_length 96

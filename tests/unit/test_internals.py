@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llmdistill.internals import torch_names, transformers_names
+from llmdistill.internals import deepspeed_names, torch_names, transformers_names
 
 TRIED = {
     "torch": "internals/torch_names.py was tried with torch 2.10 and 2.13",
@@ -136,3 +137,32 @@ def test_deepspeed_s_optimizers_have_the_names(module, names):
     source = inspect.getsource(importlib.import_module(module))
     missing = [name for name in names if name not in source]
     assert not missing, f"{module} has no {missing} any more; {TRIED['deepspeed']}"
+
+
+@pytest.mark.parametrize("wrapper", ["fused_optimizer.FP16_Optimizer", "unfused_optimizer.FP16_UnfusedOptimizer", None])
+def test_master_weights_without_zero_are_those_that_the_optimizer_steps(wrapper):
+    """DeepSpeed lays them end to end with its fused Adam, and has one for each parameter with torch's."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(torch.float32 if wrapper is None else torch.bfloat16)
+    optimizer = torch.optim.AdamW([{"params": group.parameters()} for group in module], weight_decay=0.0)
+    if wrapper is not None:
+        file, name = wrapper.split(".")
+        wrap = getattr(importlib.import_module(f"deepspeed.runtime.fp16.{file}"), name)
+        # They ask for a process group, and there is none.
+        with mock.patch(f"{wrap.__module__}.CheckOverflow"), mock.patch("deepspeed.comm.get_rank", return_value=0):
+            optimizer = wrap(optimizer, low_precision_dtype=torch.bfloat16)
+    engine = SimpleNamespace(optimizer=optimizer, module=module, zero_optimization_stage=lambda: 0)
+    found = deepspeed_names.master_weights(engine)
+    if wrapper is None:
+        assert found == {}, "the optimizer steps the parameters themselves"
+        return
+    said, before = TRIED["deepspeed"], [parameter.detach().clone() for parameter in module.parameters()]
+    stepped = [tensor for group in deepspeed_names.stepped_tensors(engine) for tensor in group]
+    for number, parameter in enumerate(module.parameters()):
+        exact, start = found[parameter]
+        assert any(exact is tensor for tensor in stepped), said
+        part = exact.data.view(-1)[start : start + parameter.numel()]
+        assert torch.equal(part, parameter.float().flatten()), said
+        part.fill_(number + 0.5)
+    deepspeed_names.after_writing(engine)
+    for number, (parameter, old) in enumerate(zip(module.parameters(), before, strict=True)):
+        assert torch.equal(parameter, torch.full_like(old, number + 0.5)), said
