@@ -1,4 +1,4 @@
-"""What other packages add: methods, divergences, tasks and teachers of their own, which they name as entry points."""
+"""What other packages add by entry points: methods, divergences, tasks, teachers and forms of the student."""
 
 from __future__ import annotations
 

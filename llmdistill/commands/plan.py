@@ -18,7 +18,7 @@ from llmdistill.config.machine import MachineConfig, find_gpu
 from llmdistill.config.overrides import given_flags
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json, write_text
-from llmdistill.messages import print_result
+from llmdistill.messages import print_result, say
 from llmdistill.methods import METHODS
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.terminal import quiet_transformers
@@ -118,7 +118,11 @@ def machine_of(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
     found = find_gpu(properties.name, properties.total_memory)
     # The driver's number of bytes says what there is to fill, a little less than the data sheet's.
     here: dict[str, Any] = {"gpu_memory": f"{properties.total_memory / 1e9:.1f}GB", "gpus": torch.cuda.device_count()}
-    machine = machine if found is None else machine.of_kind(found, given)
+    if found is not None:
+        machine = machine.of_kind(found, given)
+    else:
+        rest = "TFLOP/s and bandwidths are an A100's where they are not given (--tflops, --memory_bandwidth, ...)"
+        say(f"Note       {properties.name} is not among the kinds of --gpu: {rest}", aside=True)
     return replace(machine, **{name: value for name, value in here.items() if name not in given})
 
 

@@ -39,9 +39,8 @@ def describe_cost(plan: Plan) -> str:
     room = f"up to {byte_size(DiskNeed.of(plan).total)} on the disk"
     if estimated is None:
         return f"known once the training set is read (train.epochs {plan.config.train.epochs}); {room}"
-    return (
-        f"{estimated['tokens']:,} tokens at most, {estimated['flops']:.2g} FLOP (llmdistill plan has the time); {room}"
-    )
+    work = f"{estimated['tokens']:,} tokens at most, {estimated['flops']:.2g} FLOP"
+    return f"{work} (llmdistill plan forecasts the time); {room}"
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:

@@ -219,6 +219,7 @@ def test_the_gpus_of_this_machine_are_planned_for(name, memory, kind, capsys, ru
     machine = machine_of(MachineConfig(), [])
     assert (machine.gpus, machine.gpu_memory) == (3, f"{memory / 1e9:.1f}GB")
     assert machine.tflops == GPUS[kind or "a100"]["tflops"]
+    assert (f"{name} is not among the kinds of --gpu" in capsys.readouterr().err) == (kind is None)
     machine = machine_of(MachineConfig(gpus=8, gpu_memory="24GB"), ["--gpus", "8", "--gpu_memory", "24GB"])
     assert (machine.gpus, machine.gpu_memory) == (8, "24GB")
 
