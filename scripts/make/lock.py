@@ -21,18 +21,19 @@ _NAMED = 60
 
 
 def main() -> None:
-    hashes, licenses = [], []
+    hashes, licenses = list[str](), dict[str, list[str]]()
     for each in sorted(resolved(), key=lambda each: each["metadata"]["name"].lower()):
         name, version = each["metadata"]["name"], each["metadata"]["version"]
         if name == "llmdistill":
             continue
-        licenses.append(f"| {name} | {version.partition('+')[0]} | {license(name)} |\n")
+        licenses.setdefault(license(name), []).append(name)
         if name != "torch":
             hashed = each["download_info"]["archive_info"]["hashes"]["sha256"]
             hashes.append(f"{name}=={version} --hash=sha256:{hashed}\n")
     write_below(ROOT / "scripts" / "hashes.txt", "torch is installed before them.\n", hashes)
-    write_below(ROOT / "docs" / "licenses.md", "|---|---|---|\n", licenses)
-    print(f"scripts/hashes.txt has {len(hashes)} files, docs/licenses.md {len(licenses)} libraries")
+    rows = [f"| {each} | {', '.join(licenses[each])} |\n" for each in sorted(licenses, key=str.lower)]
+    write_below(ROOT / "docs" / "licenses.md", "|---|---|\n", rows)
+    print(f"scripts/hashes.txt has {len(hashes)} files, docs/licenses.md {len(licenses)} licenses")
 
 
 def resolved() -> list[dict[str, Any]]:
