@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.data.chat_messages import Turn
 from llmdistill.data.collate import Encoded
 from llmdistill.data.examples import Example, all_empty, no_answer
-from llmdistill.data.instruct import EncodedCounts, InstructData, Limits, encode, none_left
+from llmdistill.data.instruct import EncodedCounts, Limits, encode, none_left
 from llmdistill.data.prompts import PROMPT_WITH_INPUT, PROMPT_WITHOUT_INPUT, render_prompt
 from llmdistill.data.readers import READERS, content_sha256
 from llmdistill.data.references import local_files
@@ -100,11 +100,28 @@ def store_examples(
         writer = SplitWriter(folder, tokenizer)
         counts, left_out = EncodedCounts(), Counter[str]()
 
+        # Piece by piece, so that the set may be larger than memory.
         def pieces() -> Iterator[list[Encoded]]:
             nonlocal counts
-            for data in _encode_pieces(reference, tokenizer, limits, left_out):
+            read, encoded, has_answers = 0, 0, False
+            for examples in in_pieces(parse_rows(open_rows(reference), left_out), size=Example.num_characters):
+                try:
+                    data = encode(examples, tokenizer, limits, may_be_empty=True)
+                except UserError:
+                    # The message counts the long prompts of the whole set, and malformed rows come first in it.
+                    encode(read_examples(reference), tokenizer, limits)
+                    raise
                 counts = counts.plus(data.counts)
                 yield data.items
+                read, encoded = read + len(examples), encoded + len(data.items)
+                has_answers = has_answers or not all_empty(examples)
+            # Only at the end is it known of the whole set.
+            if read == 0:
+                raise no_example(reference, left_out)
+            if encoded == 0:
+                raise none_left(read, limits)
+            if not has_answers:
+                raise no_answer(reference, read)
 
         writer.add("train", pieces(), EXAMPLES)
         return {"counts": counts, "left_out": left_out, "splits": writer.splits}
@@ -117,26 +134,3 @@ def open_examples(folder: Path) -> StoredExamples:
     stored = StoredSplits(folder)
     counts = EncodedCounts(*stored.meta["counts"])
     return StoredExamples(stored.items("train", EXAMPLES), counts, stored.meta["left_out"])
-
-
-def _encode_pieces(
-    reference: str | Path, tokenizer: PreTrainedTokenizerBase, limits: Limits, left_out: Counter[str]
-) -> Iterator[InstructData]:
-    """Tokenize the examples of a set piece by piece, so that it may be larger than memory."""
-    read, encoded, has_answers = 0, 0, False
-    for examples in in_pieces(parse_rows(open_rows(reference), left_out), size=Example.num_characters):
-        try:
-            data = encode(examples, tokenizer, limits, may_be_empty=True)
-        except UserError:
-            # The message counts the long prompts of the whole set, and malformed rows come first in it.
-            encode(read_examples(reference), tokenizer, limits)
-            raise
-        yield data
-        read, encoded = read + len(examples), encoded + len(data.items)
-        has_answers = has_answers or not all_empty(examples)
-    if read == 0:
-        raise no_example(reference, left_out)
-    if encoded == 0:
-        raise none_left(read, limits)
-    if not has_answers:
-        raise no_answer(reference, read)

@@ -22,7 +22,7 @@ def attention_maps(model: PreTrainedModel, items: Sequence[EncodedPair], *, laye
     They are computed from queries and keys, for stock and factorized models alike, and in logarithms, so that no share
     is rounded to 0. The model must be in evaluation mode; `layer` counts from 0.
     """
-    maps = []
+    maps, window = [], shape_of(model.config).windows[layer]
     with scoring_forward(model, {"query": frozenset({layer}), "key": frozenset({layer})}) as forward:
         for item in items:
             # One text alone has no padding, so that any id will do.
@@ -30,19 +30,13 @@ def attention_maps(model: PreTrainedModel, items: Sequence[EncodedPair], *, laye
             query_HTD = taps.query[layer][0].double()
             key_HTD = repeat_heads(taps.key[layer], len(query_HTD))[0].double()  # heads of a group share a key
             scores_HTT = query_HTD @ key_HTD.transpose(1, 2) * taps.scaling[layer]
-            hidden_TT = ~_visible_keys(model, len(item), layer).to(scores_HTT.device)
-            maps.append(scores_HTT.masked_fill(hidden_TT, -math.inf).log_softmax(-1).cpu())
+            visible_TT = torch.ones(scores_HTT.shape[1:], dtype=torch.bool, device=scores_HTT.device)
+            if is_causal(model.config):
+                visible_TT = visible_TT.tril()
+            if window is not None:  # the last `window` keys, that of the query included
+                visible_TT = visible_TT.triu(1 - window)
+            maps.append(scores_HTT.masked_fill(~visible_TT, -math.inf).log_softmax(-1).cpu())
     return maps
-
-
-def _visible_keys(model: PreTrainedModel, tokens: int, layer: int) -> Tensor:
-    """Return which keys (second axis) the queries of one text without padding see: (T, T)."""
-    visible_TT = torch.ones(tokens, tokens, dtype=torch.bool)
-    window = shape_of(model.config).windows[layer]
-    if is_causal(model.config):
-        visible_TT = visible_TT.tril()
-    # The last `window` keys, that of the query included.
-    return visible_TT if window is None else visible_TT.triu(1 - window)
 
 
 def mean_map(log_HTT: Tensor) -> Tensor:

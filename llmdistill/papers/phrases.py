@@ -17,7 +17,7 @@ from llmdistill.fingerprints import digest, fingerprint
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import max_positions
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.papers.conll import Located, Sentence, draw_spans, locate_spans, read_sentences
+from llmdistill.papers.conll import Located, draw_spans, locate_spans, read_sentences
 from llmdistill.papers.span_clusters import cluster_score, encode_sentences, end_vectors, is_read, represent
 from llmdistill.report.panels import plot_panels
 from llmdistill.report.plots import Drawing, curve_of, method_styles
@@ -65,7 +65,25 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
     size = len(drawn[config.seeds[0]])
     entries = models.score_each(score, depends_on=depends_on, on=f"{len(drawn)} x {size} spans", head="none")
     labels = dict(Counter(place.span.label for spans in drawn.values() for place in spans).most_common())
-    warnings, wanted = _describe_unread_words(config.data, sentences, encoded), config.chunks + config.unlabeled
+    # Models that do not read the same words share a sentence with those that miss the same ones.
+    unread: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for name, (_, tokens) in encoded.items():
+        places = [
+            (index, int(word))
+            for index, of_sentence in enumerate(tokens)
+            for word in np.flatnonzero(of_sentence[:, 0] < 0)
+        ]
+        unread.setdefault(tuple(places), []).append(name)
+    warnings = []
+    for words, names in unread.items():
+        if words:
+            index, word = words[0]
+            where = f"{config.data}:{sentences[index].line + word}"
+            warnings.append(
+                f"{len(words)} words without a token, or beyond the model's positions ({', '.join(names)}), the first "
+                f"is {sentences[index].words[word]!r} ({where}): no span is drawn that begins or ends with them"
+            )
+    wanted = config.chunks + config.unlabeled
     if size < wanted:
         warnings.append(f"{config.data} has {size} of the {wanted} spans that were asked for")
     return ModelScores(
@@ -95,28 +113,6 @@ def _check_count(data: str, held_out: int, spans: Sequence[Located]) -> None:
             f"--held_out {held_out}: {data} gives {len(spans)} spans of {clusters} labels, which leaves too few for "
             "as many clusters; hold out fewer, or give a larger file"
         )
-
-
-def _describe_unread_words(data: str, sentences: Sequence[Sentence], encoded: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for the models that do not read the same words."""
-    unread: dict[tuple[tuple[int, int], ...], list[str]] = {}
-    for name, (_, tokens) in encoded.items():
-        places = [
-            (index, int(word))
-            for index, of_sentence in enumerate(tokens)
-            for word in np.flatnonzero(of_sentence[:, 0] < 0)
-        ]
-        unread.setdefault(tuple(places), []).append(name)
-    warnings = []
-    for words, names in unread.items():
-        if words:
-            index, word = words[0]
-            place = f"{data}:{sentences[index].line + word}"
-            warnings.append(
-                f"{len(words)} words without a token, or beyond the model's positions ({', '.join(names)}), the first "
-                f"is {sentences[index].words[word]!r} ({place}): no span is drawn that begins or ends with them"
-            )
-    return warnings
 
 
 def make_table(results: Mapping[str, Any]) -> TitledTable:

@@ -148,8 +148,22 @@ class _Row(NamedTuple):
 
 
 def _read_rows(key: str, folder: str | None, split: Split) -> list[_Row]:
-    reference = _reference(key, folder, split)
-    rows = [_read_row(WRITING_TASKS[key], row, place) for row, place in open_rows(reference)]
+    reference, task, rows = _reference(key, folder, split), WRITING_TASKS[key], list[_Row]()
+    for row, place in open_rows(reference):
+        keys = next((pair for pair in _PAIRS if row.keys() >= set(pair)), None)
+        if keys is None:
+            pairs = ", ".join(" and ".join(pair) for pair in _PAIRS)
+            raise UserError(f"{place}: has {', '.join(row) or 'nothing'}, expected one of these pairs as text: {pairs}")
+        for name in keys:
+            if not isinstance(row[name], str) or not row[name].strip():
+                raise UserError(f"{place}: {name} is {row[name]!r}, expected a text that is not empty; fix the row")
+        source, target = row[keys[0]], row[keys[1]]
+        answer = row.get("answer") if task.asks_for_answers else None
+        if answer is not None and not isinstance(answer, str):
+            raise UserError(f"{place}: answer is {answer!r}, expected a text; fix the row")
+        # Sources may hold the answer already, after a separator, as in UniLM's files.
+        fits = answer in source if answer else not (task.asks_for_answers and keys[0] == "context")
+        rows.append(_Row(TargetExample(source, answer or None, target), place, fits))
     if not rows:
         raise UserError(f"{reference}: holds no example; give at least one row of source and target")
     return rows
@@ -168,20 +182,3 @@ def _find_file(folder: str, key: str, split: Split) -> Path | None:
 def _list_files(folder: str, key: str, split: Split) -> list[Path]:
     inside = Path(task_folder(folder, key))
     return [inside / f"{name}{ending}" for name in _NAMES[split] for ending in READERS]
-
-
-def _read_row(task: WritingTask, row: Mapping[str, Any], place: str) -> _Row:
-    keys = next((pair for pair in _PAIRS if row.keys() >= set(pair)), None)
-    if keys is None:
-        pairs = ", ".join(" and ".join(pair) for pair in _PAIRS)
-        raise UserError(f"{place}: has {', '.join(row) or 'nothing'}, expected one of these pairs as text: {pairs}")
-    for key in keys:
-        if not isinstance(row[key], str) or not row[key].strip():
-            raise UserError(f"{place}: {key} is {row[key]!r}, expected a text that is not empty; fix the row")
-    source, target = row[keys[0]], row[keys[1]]
-    answer = row.get("answer") if task.asks_for_answers else None
-    if answer is not None and not isinstance(answer, str):
-        raise UserError(f"{place}: answer is {answer!r}, expected a text; fix the row")
-    # Sources may hold the answer already, after a separator, as in UniLM's files.
-    fits = answer in source if answer else not (task.asks_for_answers and keys[0] == "context")
-    return _Row(TargetExample(source, answer or None, target), place, fits)

@@ -121,7 +121,11 @@ def _end_rank(error: BaseException) -> int:
         traceback.print_exception(error)
         sentence = f"rank {rank} failed: {_out_of_memory(error) or _name(error)}"
     if is_own or isinstance(error, UserError):
-        _write_error_file(sentence)
+        # torchrun's report takes the reason from this file; other launchers name none. The decorator `record` of
+        # torch.distributed.elastic would write a traceback, also for a UserError.
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file is not None:
+            Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}), encoding="utf-8")
     # Rank 0 mostly raises the same and says it, and the launcher ends this rank while it waits.
     if rank != 0 and isinstance(error, UserError | RankError):
         _wait_for_launcher()
@@ -139,16 +143,6 @@ def _end_rank(error: BaseException) -> int:
     if ranks is not None and ranks.is_initialized() and ranks.get_world_size() > 1:
         os._exit(code)  # to leave the group would wait for the other ranks
     return code
-
-
-def _write_error_file(sentence: str) -> None:
-    """Write why this rank ends to the file from which torchrun's report takes it; other launchers name no file.
-
-    `torch.distributed.elastic.multiprocessing.errors.record` would write a traceback, also for a UserError.
-    """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is not None:
-        Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def _wait_for_launcher() -> None:

@@ -8,7 +8,7 @@ therefore restore any other layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,18 +51,30 @@ class Fragment:
 def fragments(engine: Any) -> list[Fragment]:
     """Return the fragments of this rank; without ZeRO every rank holds everything."""
     trained = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    states = optimizer_of(engine).state
+    states, parts = optimizer_of(engine).state, list[Fragment]()
+    # ZeRO-3: every parameter is split over all ranks.
     if engine.zero_optimization_stage() == 3:
         # The optimizer's names of its states; none before the first step.
         flats = [flat for group in stepped_tensors(engine) for flat in group]
         kinds = {key for flat in flats for key, value in states.get(flat, {}).items() if _is_like(value, flat)}
-        return [part for name, parameter in trained for part in _sharded(name, parameter, sorted(kinds))]
+        for name, parameter in trained:
+            start, numel = shard(parameter)
+            for kind in (WEIGHT, *sorted(kinds)) if numel > 0 else ():
+                read, write = partial(_read_shard, parameter, kind, numel), partial(_write_shard, parameter, kind)
+                parts.append(Fragment(name=name, kind=kind, start=start, numel=numel, read=read, write=write))
+        return parts
+    # ZeRO-1 and 2: a rank has one range of all parameters of a group, laid end to end in one flat tensor.
     if engine.zero_optimization_stage() > 0:
-        # A parameter group is one flat tensor at these stages.
         flats = [flat for (flat,) in stepped_tensors(engine)]
-        return [part for name, parameter in trained for part in _partitioned(name, parameter, flats, states)]
+        for name, parameter in trained:
+            part = partition(parameter)
+            if part is None:  # the whole parameter lies in the ranges of other ranks
+                continue
+            for kind, values in _state_of(flats[part.group], states).items():
+                parts.append(_viewed(name, kind, part.start, values.data.narrow(0, part.place, part.numel)))
+        return parts
+    # Without ZeRO the optimizer may step fp32 copies of weights in bf16, several in one tensor.
     exact = master_weights(engine)
-    parts = []
     for name, parameter in trained:
         stepped, place = exact.get(parameter, (parameter, 0))
         for kind, values in _state_of(stepped, states).items():
@@ -139,33 +151,6 @@ def _is_number(value: Any) -> bool:
 def _viewed(name: str, kind: str, start: int, view: Tensor) -> Fragment:
     numel, data = view.numel(), view.data
     return Fragment(name=name, kind=kind, start=start, numel=numel, read=lambda: data, write=data.copy_)
-
-
-def _partitioned(
-    name: str, parameter: Any, flats: Sequence[Tensor], states: Mapping[Any, dict[str, Any]]
-) -> Iterator[Fragment]:
-    """ZeRO-1 and 2: a rank has one range of all parameters of a group, laid end to end in one flat tensor."""
-    part = partition(parameter)
-    if part is None:  # the whole parameter lies in the ranges of other ranks
-        return
-    for kind, values in _state_of(flats[part.group], states).items():
-        yield _viewed(name, kind, part.start, values.data.narrow(0, part.place, part.numel))
-
-
-def _sharded(name: str, parameter: Any, kinds: Sequence[str]) -> Iterator[Fragment]:
-    """ZeRO-3: every parameter is split over all ranks."""
-    start, numel = shard(parameter)
-    if numel <= 0:
-        return
-    for kind in (WEIGHT, *kinds):
-        yield Fragment(
-            name=name,
-            kind=kind,
-            start=start,
-            numel=numel,
-            read=partial(_read_shard, parameter, kind, numel),
-            write=partial(_write_shard, parameter, kind),
-        )
 
 
 def _read_shard(parameter: Any, kind: str, numel: int | None = None) -> Tensor:

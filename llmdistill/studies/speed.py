@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from llmdistill.config.side_by_side import SpeedConfig
 from llmdistill.data.pairs import collate_pairs, encode_pairs
@@ -35,19 +35,40 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
         raise UserError(f"--shapes {', '.join(paths.keys() & shapes.keys())}: a model has this name; leave one out")
     for name, of_model in {**configs, **shapes}.items():
         check_length(name, of_model, config.max_length)
-    examples = _examples(config)
+    # Before any model is loaded, so that a mistake in --task costs no time.
+    examples: list[Any] = []
+    if config.task is not None:
+        names, needed = {glue.hub: name for name, glue in GLUE_TASKS.items()}, config.batches * config.batch_size
+        if config.task not in names:
+            raise UserError(f"--task {config.task}: take the examples of a task of GLUE ({', '.join(names)})")
+        examples = list(read_split(names[config.task], "train", config.data_dir)[:needed])
+        if len(examples) < needed:
+            raise UserError(
+                f"--task {config.task}: {len(examples):,} training examples, but {config.batches} batches of "
+                f"{config.batch_size} hold {needed:,}; lower --batches or --batch_size"
+            )
     loaded = {name: models.load(name, _head(configs[name])) for name in paths}
     for shape, of_model in shapes.items():
         model: Any = build_random(of_model, _head(of_model), seed=0)  # random weights take the time of trained ones
         loaded[shape] = model.to(device=models.device, dtype=TORCH_DTYPES[models.dtype]).eval()
-    if examples is None:  # full batches of tokens that every model has; the papers pad each example to the same length
+    if config.task is None:
+        # Full batches of tokens that every model has: the papers pad each example to the same length.
         high = min(model.config.vocab_size for model in loaded.values())
         ids = torch.from_numpy(np.random.default_rng(0).integers(high, size=(config.batch_size, config.max_length)))
         inputs: Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         batches: dict[str, list[Inputs]] = {name: [inputs] * (config.warmup + config.batches) for name in loaded}
     else:
-        tokenizers = {name: load_tokenizer(paths.get(name, paths[first])) for name in loaded}
-        batches = {name: _encoded(config, examples, tokenizers[name], model) for name, model in loaded.items()}
+        batches = {}
+        for name, model in loaded.items():
+            tokenizer: Any = load_tokenizer(paths.get(name, paths[first]))
+            items, own = encode_pairs(examples, tokenizer, config.max_length), list[Inputs]()
+            for start in range(0, len(items), config.batch_size):
+                batch = collate_pairs(items[start : start + config.batch_size], tokenizer.pad_token_id)
+                inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+                if has_segments(model.config):
+                    inputs["token_type_ids"] = batch.token_type_ids
+                own.append(inputs)
+            batches[name] = [*islice(cycle(own), config.warmup), *own]
     rows: dict[str, dict[str, Any]] = {
         name: {
             "path": str(paths[name]) if name in paths else "random weights",
@@ -72,37 +93,6 @@ def _score(config: SpeedConfig, models: ComparedModels) -> ModelScores:
 
 def _head(config: PreTrainedConfig) -> HeadName:
     return "lm_head" if is_causal(config) else "none"
-
-
-def _examples(config: SpeedConfig) -> list[Any] | None:
-    """Return the examples of the task, as many as the batches hold; None without a task."""
-    if config.task is None:
-        return None
-    names, needed = {glue.hub: name for name, glue in GLUE_TASKS.items()}, config.batches * config.batch_size
-    if config.task not in names:
-        raise UserError(f"--task {config.task}: take the examples of a task of GLUE ({', '.join(names)})")
-    examples = read_split(names[config.task], "train", config.data_dir)[:needed]
-    if len(examples) < needed:
-        raise UserError(
-            f"--task {config.task}: {len(examples):,} training examples, but {config.batches} batches of "
-            f"{config.batch_size} hold {needed:,}; lower --batches or --batch_size"
-        )
-    return list(examples)
-
-
-def _encoded(
-    config: SpeedConfig, examples: list[Any], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
-) -> list[Inputs]:
-    items = encode_pairs(examples, tokenizer, config.max_length)
-    padding: Any = tokenizer.pad_token_id
-    batches = list[Inputs]()
-    for start in range(0, len(items), config.batch_size):
-        batch = collate_pairs(items[start : start + config.batch_size], padding)
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        if has_segments(model.config):
-            inputs["token_type_ids"] = batch.token_type_ids
-        batches.append(inputs)
-    return [*islice(cycle(batches), config.warmup), *batches]
 
 
 def make_table(results: Mapping[str, Any]) -> TitledTable:

@@ -335,26 +335,24 @@ def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[Pai
 
 def _example(task: GlueTask, split: Split, row: dict[str, str], number: int, place: str) -> PairExample:
     first, second = row[task.sentences[0]], row[task.sentences[1]] if len(task.sentences) > 1 else None
-    if not split.startswith("test"):
-        return PairExample(first, second, _target(task, row[task.label], place), number)
-    text = row.get(task.index, str(number))  # the lines of MRPC's original file have no numbers
-    if not text.isdecimal() or len(text) > 18:  # what fits into 64 bits
-        raise UserError(f"{place}: {task.index} {text[:40]!r}, expected a whole number; take GLUE's own test file")
-    return PairExample(first, second, None, int(text))
-
-
-def _target(task: GlueTask, text: str, place: str) -> int | float:
+    if split.startswith("test"):
+        text = row.get(task.index, str(number))  # the lines of MRPC's original file have no numbers
+        if not text.isdecimal() or len(text) > 18:  # what fits into 64 bits
+            raise UserError(f"{place}: {task.index} {text[:40]!r}, expected a whole number; take GLUE's own test file")
+        return PairExample(first, second, None, int(text))
+    label = row[task.label]
     if task.classes:
-        if text not in task.classes:
-            raise UserError(f"{place}: label {text!r}, expected one of {', '.join(task.classes)}; fix the line")
-        return task.classes.index(text)
+        if label not in task.classes:
+            raise UserError(f"{place}: label {label!r}, expected one of {', '.join(task.classes)}; fix the line")
+        return PairExample(first, second, task.classes.index(label), number)
     try:
-        score = float(text)
+        score = float(label)
     except ValueError:
         score = -1.0
+    # A nan fails this comparison too.
     if not 0 <= score <= BEST_SCORE:
-        raise UserError(f"{place}: label {text!r}, expected a score from 0 to {BEST_SCORE:g}; fix the line")
-    return score
+        raise UserError(f"{place}: label {label!r}, expected a score from 0 to {BEST_SCORE:g}; fix the line")
+    return PairExample(first, second, score, number)
 
 
 def _file_rows(task: GlueTask, split: Split, folder: Path) -> Rows:

@@ -490,7 +490,29 @@ def _split_rows(key: str, folder: str | None, split: str, pair: LanguagePair | N
 
 
 def _checked(rows: Rows, place: str, key: str) -> list[QuestionExample]:
-    questions = [_question(row, where) for row, where in rows]
+    questions = list[QuestionExample]()
+    for row, where in rows:
+        answers = row.get("answers")
+        texts, starts = (
+            (answers.get("text"), answers.get("answer_start")) if isinstance(answers, Mapping) else (None, None)
+        )
+        fields = [row.get("id"), row.get("question"), row.get("context")]
+        is_right = (
+            all(isinstance(field, str) and field.strip() for field in fields)
+            and isinstance(texts, list)
+            and isinstance(starts, list)
+            and len(texts) == len(starts)
+            and all(isinstance(text, str) for text in texts)
+            # Characters are stored in int32.
+            and all(isinstance(start, int) and 0 <= start < 2**31 for start in starts)
+        )
+        if not is_right:
+            raise UserError(
+                f"{where}: expected id, question and context as text, and answers with text and answer_start, as in "
+                f"the official files; it has {', '.join(row) or 'nothing'}"
+            )
+        listed = tuple(Answer(text, start) for text, start in zip(texts or [], starts or [], strict=True))
+        questions.append(QuestionExample(str(fields[0]), str(fields[1]), str(fields[2]), listed))
     if not questions:
         raise UserError(f"{place}: holds no question; take the official file, whole")
     ids: set[str] = set()
@@ -504,27 +526,6 @@ def _checked(rows: Rows, place: str, key: str) -> list[QuestionExample]:
                 "one; for SQuAD 2.0 name the task squad2"
             )
     return questions
-
-
-def _question(row: Mapping[str, Any], place: str) -> QuestionExample:
-    answers = row.get("answers")
-    texts, starts = (answers.get("text"), answers.get("answer_start")) if isinstance(answers, Mapping) else (None, None)
-    fields = [row.get("id"), row.get("question"), row.get("context")]
-    is_right = (
-        all(isinstance(field, str) and field.strip() for field in fields)
-        and isinstance(texts, list)
-        and isinstance(starts, list)
-        and len(texts) == len(starts)
-        and all(isinstance(text, str) for text in texts)
-        and all(isinstance(start, int) and 0 <= start < 2**31 for start in starts)  # characters are stored in int32
-    )
-    if not is_right:
-        raise UserError(
-            f"{place}: expected id, question and context as text, and answers with text and answer_start, as in the "
-            f"official files; it has {', '.join(row) or 'nothing'}"
-        )
-    listed = tuple(Answer(text, start) for text, start in zip(texts or [], starts or [], strict=True))
-    return QuestionExample(str(fields[0]), str(fields[1]), str(fields[2]), listed)
 
 
 def _file_rows(path: Path) -> Rows:

@@ -216,19 +216,18 @@ class TextData(TaskData):
         try:
             if exponent is None and weights is None:
                 return self._make_sequences(self.train[""])
-            parts = {name: self._make_part_sequences(name, text) for name, text in self.train.items()}
+            parts = dict[str, TextSequences]()
+            for name, text in self.train.items():
+                try:
+                    parts[name] = self._make_sequences(text)
+                except UserError as error:
+                    raise UserError(f"the part {name} of data.train {self.task.config.data.train}: {error}") from error
             return MixedSequences(parts, exponent or 0.0, weights)
         except UserError as error:
             fraction = self.task.config.data.text.fraction
             if fraction == 1:
                 raise
             raise UserError(f"of data.text.fraction {fraction}: {error}; or raise the fraction") from error
-
-    def _make_part_sequences(self, name: str, text: Corpus) -> TextSequences:
-        try:
-            return self._make_sequences(text)
-        except UserError as error:
-            raise UserError(f"the part {name} of data.train {self.task.config.data.train}: {error}") from error
 
     def validation(self, share: Share) -> list[Batch]:
         if self.valid is None:

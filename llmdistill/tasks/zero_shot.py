@@ -101,21 +101,19 @@ def score_zero_shot(
         task_manager=tasks.manager,
     )
     assert scored is not None, "only the first rank gets results, and there is one rank"
-    return {name: _make_entry(name, scored) for name in _list_reported(tasks.names, scored)}
-
-
-def _list_reported(names: Sequence[str], scored: Mapping[str, Any]) -> list[str]:
-    """List the tasks to report: a group by its own score, a tag by the scores of its tasks."""
+    # A group is reported by its own score, and a tag by the scores of its tasks.
     subtasks = scored.get("group_subtasks", {})
-    reported = [task for name in names for task in ([name] if _select_values(name, scored) else subtasks.get(name, []))]
+    reported = [
+        task for name in tasks.names for task in ([name] if _select_values(name, scored) else subtasks.get(name, []))
+    ]
     # The results do not name tags, so the tasks of a tag are those that neither a name nor a group accounts for.
     inside = {task for group in subtasks.values() for task in group}
-    rest = [
+    reported += [
         name
         for name in scored["results"]
         if name not in reported and name not in inside and _select_values(name, scored)
     ]
-    return [*dict.fromkeys(reported), *rest]
+    return {name: _make_entry(name, scored) for name in reported}
 
 
 def _select_values(name: str, scored: Mapping[str, Any]) -> dict[str, float]:

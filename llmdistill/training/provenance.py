@@ -43,6 +43,12 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     data, is_task = config.data, config.data.kind == "task"
     data_name = str(data.task.name) if is_task else without_paths(str(data.train))
     hub = (plan.task.hub if data.task.dir is None else None) if is_task else hub_name(data.train)
+    # The metrics of each column of tasks, and the scores of each set; those on a part of a set go on no card.
+    scored = metrics.get("student", {}) if config.scoring.limit is None else {}
+    scores: dict[str, dict[str, float]] = {name: dict(values) for name, values in scored.get("dev", {}).items()}
+    for metric in ("rougeL", "perplexity"):
+        for name, value in scored.get(metric, {}).items():
+            scores.setdefault(name, {})[metric] = value
     learned = f"A student with {share:.0%} of the parameters of {teacher.name}, distilled from it"
     story = StudentFacts(
         intro=f"{learned} by {methods}." if plan.method.needs_teacher else f"{teacher.name}, trained by {methods}.",
@@ -64,21 +70,12 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
         ],
         datasets=[] if hub is None else [hub],
         settings={"method": config.method, **_find_changes(as_json(given), as_json(to_dict(defaults)))},
-        scores={} if config.scoring.limit is not None else _scores(metrics.get("student", {})),
+        scores=scores,
         table=model_table(metrics, table) if table.rows else None,
         legend=table.legend,
         warnings=metrics["warnings"],
     )
     write_card(student, plan.folder.name, teacher, story)
-
-
-def _scores(student: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the metrics of each column of tasks, and the scores of each set."""
-    found: dict[str, dict[str, float]] = {name: dict(values) for name, values in student.get("dev", {}).items()}
-    for metric in ("rougeL", "perplexity"):
-        for name, value in student.get(metric, {}).items():
-            found.setdefault(name, {})[metric] = value
-    return found
 
 
 def _find_changes(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

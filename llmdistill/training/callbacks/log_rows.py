@@ -72,8 +72,8 @@ class LogRows:
 
     def after_step(self, state: TrainState) -> None:
         """See Callback. Every rank must call it, because the ranks' positions are added up."""
-        for terms in state.known_terms:
-            for name, value in terms.values.items():
+        for known in state.known_terms:
+            for name, value in known.values.items():
                 self._terms[name] += value
         if state.was_applied:
             self._tokens += state.counts[0]  # POSITIONS begins with the tokens
@@ -81,37 +81,35 @@ class LogRows:
             self._steps += 1
         is_due = state.is_last or state.is_due(state.settings.log_every) or bool(state.validation)
         if is_due and self._steps > 0:
+            # A term is its mean over the steps since the last row.
+            terms = {name: value / self._steps for name, value in self._terms.items()}
+            loss = sum(self._method.weights[name] * value for name, value in terms.items())
+            tokens, positions = int(self._tokens), int(all_reduce_sum(torch.full_like(self._tokens, self._positions)))
+            # A validation has a speed of its own.
+            seconds = time.perf_counter() - self._row_began - state.validation_seconds
+            skipped = self._trainer.engine.skipped_steps
+            row = {
+                "loss": loss,
+                "learning_rate": learning_rate(state.settings, state.step - 1),
+                "grad_norm": float(self._trainer.engine.get_global_grad_norm() or 0.0),
+                "tokens": tokens,
+                "tokens_per_second": tokens / seconds,
+                "padding_share": 1 - tokens / positions,
+                "teacher_share": self._trainer.teacher_time.pop_seconds() / seconds,
+                "peak_memory_bytes": peak_memory(World.current().device),
+                **({"skipped_steps": skipped} if skipped else {}),
+                **terms,
+                **({LOWEST: state.lowest_loss} if is_diverged(loss, state.lowest_loss) else {}),
+            }
             # Over all steps of this process, so that validations and checkpoints count too.
-            seconds = (time.perf_counter() - self._began) / (state.step - self._log.start)
-            eta = seconds * (state.settings.steps - state.step)
-            self._log.add_row(state.step, self._row(state) | state.measures | state.validation, eta)
+            seconds_per_step = (time.perf_counter() - self._began) / (state.step - self._log.start)
+            eta = seconds_per_step * (state.settings.steps - state.step)
+            self._log.add_row(state.step, row | state.measures | state.validation, eta)
             self._restart()
         elif state.validation:
             self._log.add_figures(state.step, state.validation)
         self._log.activity.advance()
         state.is_logged = True
-
-    def _row(self, state: TrainState) -> dict[str, float]:
-        """The figures of the steps since the last row, then each term: its mean over these steps."""
-        terms = {name: value / self._steps for name, value in self._terms.items()}
-        loss = sum(self._method.weights[name] * value for name, value in terms.items())
-        tokens, positions = int(self._tokens), int(all_reduce_sum(torch.full_like(self._tokens, self._positions)))
-        # A validation has a speed of its own.
-        seconds = time.perf_counter() - self._row_began - state.validation_seconds
-        skipped = self._trainer.engine.skipped_steps
-        return {
-            "loss": loss,
-            "learning_rate": learning_rate(state.settings, state.step - 1),
-            "grad_norm": float(self._trainer.engine.get_global_grad_norm() or 0.0),
-            "tokens": tokens,
-            "tokens_per_second": tokens / seconds,
-            "padding_share": 1 - tokens / positions,
-            "teacher_share": self._trainer.teacher_time.pop_seconds() / seconds,
-            "peak_memory_bytes": peak_memory(World.current().device),
-            **({"skipped_steps": skipped} if skipped else {}),
-            **terms,
-            **({LOWEST: state.lowest_loss} if is_diverged(loss, state.lowest_loss) else {}),
-        }
 
 
 def peak_memory(device: torch.device) -> int:
