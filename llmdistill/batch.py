@@ -280,10 +280,35 @@ class Taps:
     width)."""
 
 
-class HeadInputs(NamedTuple):
-    """The inputs of the last linear of an LM head, whose output rows · weightᵀ + bias is the logits; or these logits.
+class LogitScale(NamedTuple):
+    """What a model does to the output z of its LM head: the logits are cap · tanh(factor · z / cap), or factor · z."""
 
-    The logits of some models are more than that product (a factor, a softcap); those models give the logits themselves.
+    factor: float = 1.0
+    """Cohere's logit_scale, or 1 / logits_scaling of Granite."""
+    cap: float | None = None
+    """Gemma's final_logit_softcapping; None without one."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the logits are the output of the LM head itself."""
+        return self.factor == 1 and self.cap is None
+
+    def apply_(self, outputs: Tensor) -> Tensor:
+        """Turn outputs of the LM head into logits, in place."""
+        if self.factor != 1:
+            outputs.mul_(self.factor)
+        return outputs if self.cap is None else outputs.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Return the derivative of the logits with respect to the outputs of the LM head, from the logits."""
+        # tanh' = 1 - tanh²
+        return self.factor if self.cap is None else (logits / self.cap).square_().neg_().add_(1).mul_(self.factor)
+
+
+class HeadInputs(NamedTuple):
+    """The inputs of the last linear of an LM head, from whose output rows · weightᵀ + bias the logits follow.
+
+    The logits of some models follow in another way; those models give the logits themselves.
     """
 
     rows: Tensor
@@ -293,6 +318,13 @@ class HeadInputs(NamedTuple):
     """(V, K); None if the rows are the logits."""
     bias: Tensor | None
     """(V,)."""
+    scale: LogitScale = LogitScale()
+    """The logits as a function of that output."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Rows, weight and bias."""
+        return self.rows, self.weight, self.bias
 
     @property
     def heads(self) -> tuple[HeadInputs, ...]:

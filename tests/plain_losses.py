@@ -51,7 +51,8 @@ def _logits(inputs: HeadInputs, vocabulary: int | None) -> Tensor:
         return inputs.rows[:, :vocabulary]
     bias_V = None if inputs.bias is None else inputs.bias[:vocabulary]
     logits_NV = functional.linear(inputs.rows.to(inputs.weight.dtype), inputs.weight[:vocabulary], bias_V)
-    return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) * inputs.scale.factor
+    return logits_NV if inputs.scale.cap is None else inputs.scale.cap * (logits_NV / inputs.scale.cap).tanh()
 
 
 def attention_kl_plain(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmdistill.batch import HeadInputs, OtherTokens, TeacherRows, TopK
+from llmdistill.batch import HeadInputs, LogitScale, OtherTokens, TeacherRows, TopK
 from llmdistill.losses.fused.head_chunk import chunk_losses
 from llmdistill.losses.other_tokens import SpanRows
 from llmdistill.losses.terms import TokenTerm
@@ -71,7 +71,7 @@ def token_losses(
         RuntimeError: in a second backward pass, or in a backward pass with create_graph=True.
     """
     # Before no_grad, within which is_grad_enabled is False.
-    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in student]
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in student.tensors]
     if all(term.divergence is None for term in terms):
         teacher = None
     with torch.no_grad():
@@ -88,10 +88,12 @@ def token_losses(
         # Returns the teacher's side of some rows, at most `half` of them: the teacher's logits of a full chunk would
         # double the memory, while the student's products are faster on larger chunks.
         teacher_at: Callable[[slice], Tensor | TopK | SpanRows] | None = None
+        scales = head.scale, LogitScale()
         if isinstance(teacher, HeadInputs):
             teacher_head = cut(teacher, vocabulary)
+            scales = head.scale, teacher_head.scale
             buffer = teacher_head.rows.new_empty(half, _vocabulary_size(teacher_head))
-            teacher_at = partial(_compute_logits, teacher_head, buffer=buffer)
+            teacher_at = partial(_compute_outputs, teacher_head, buffer=buffer)
         elif isinstance(teacher, OtherTokens):
             # `vocabulary` counts tokens of the student; this teacher has other ones.
             other_tokens = teacher._replace(head=cut(teacher.head, None))
@@ -111,17 +113,17 @@ def token_losses(
         buffer = head.rows.new_empty(2 * half, _vocabulary_size(head))
         for start in range(0, len(head.rows), 2 * half or 1):  # a step of 0, for no rows, would be an error
             chunk_rows = slice(start, min(start + 2 * half, len(head.rows)))
-            logits_NV = _compute_logits(head, chunk_rows, buffer)
+            outputs_NV = _compute_outputs(head, chunk_rows, buffer)
             for first in range(start, chunk_rows.stop, half):
                 here = slice(first, min(first + half, chunk_rows.stop))
                 of_teacher = None if teacher_at is None else teacher_at(here)
-                part_NV = logits_NV[first - start : here.stop - start]
+                part_NV = outputs_NV[first - start : here.stop - start]
                 sums += chunk_losses(
-                    part_NV, of_teacher, labels_N[here], terms, inner_factors, with_gradient=any(needs)
+                    part_NV, of_teacher, labels_N[here], terms, inner_factors, scales=scales, with_gradient=any(needs)
                 )
-            gradients.add(head, logits_NV, chunk_rows)  # chunk_losses has replaced the logits by derivatives
+            gradients.add(head, outputs_NV, chunk_rows)  # chunk_losses has replaced the outputs by derivatives
         total = (sums * factors).sum()
-    return TokenLosses(_KnownGradients.apply(total, gradients, unit, *student), sums)
+    return TokenLosses(_KnownGradients.apply(total, gradients, unit, *student.tensors), sums)
 
 
 class _KnownGradients(torch.autograd.Function):
@@ -175,10 +177,10 @@ class _Gradients:
             None if head_inputs.weight is None or not needs[1] else torch.empty_like(head_inputs.weight, dtype=exact)
         )
         bias = None if head_inputs.bias is None or not needs[2] else torch.zeros_like(head_inputs.bias, dtype=exact)
-        return cls(rows, weight, bias, tuple(dtype if x is None else x.dtype for x in head_inputs))
+        return cls(rows, weight, bias, tuple(dtype if x is None else x.dtype for x in head_inputs.tensors))
 
     def add(self, student: HeadInputs, derivative_NV: Tensor, here: slice) -> None:
-        """Add the gradients from some rows, given the derivative with respect to their logits."""
+        """Add the gradients from some rows, given the derivative with respect to the head's outputs."""
         if self.rows is not None and student.weight is None:
             self.rows[here, : derivative_NV.shape[1]] = derivative_NV
         elif self.rows is not None and student.weight is not None:
@@ -214,11 +216,11 @@ def cut(head: HeadInputs, vocabulary: int | None) -> HeadInputs:
     if head.weight is None:
         return head._replace(rows=head.rows[:, :vocabulary])
     bias_V = None if head.bias is None else head.bias[:vocabulary].to(head.weight.dtype)
-    return HeadInputs(head.rows.to(head.weight.dtype), head.weight[:vocabulary], bias_V)
+    return HeadInputs(head.rows.to(head.weight.dtype), head.weight[:vocabulary], bias_V, head.scale)
 
 
-def _compute_logits(head: HeadInputs, here: slice, buffer: Tensor) -> Tensor:
-    """Write the logits of some rows, (n, V), to the buffer, and return them."""
+def _compute_outputs(head: HeadInputs, here: slice, buffer: Tensor) -> Tensor:
+    """Write the head's outputs for some rows, (n, V), to the buffer, and return them; `head.scale` is not applied."""
     rows_NK = head.rows[here]
     out = buffer[: len(rows_NK)]
     if head.weight is None:

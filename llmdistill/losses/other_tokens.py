@@ -101,8 +101,8 @@ def _span_log_likelihoods(head: HeadInputs, labels_N: Tensor, spans_N: Tensor, n
 def exact_logits(head: HeadInputs, here: slice | Tensor) -> Tensor:
     """Return the logits of some rows, whose dtype is that of the weight, (n, V), at least fp32."""
     rows_nK = head.rows[here]
-    logits_nV = rows_nK if head.weight is None else functional.linear(rows_nK, head.weight, head.bias)
-    return logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+    outputs_nV = rows_nK if head.weight is None else functional.linear(rows_nK, head.weight, head.bias)
+    return head.scale.apply_(outputs_nV.to(torch.promote_types(outputs_nV.dtype, torch.float32)))
 
 
 def span_losses(

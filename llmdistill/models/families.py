@@ -305,12 +305,6 @@ def is_causal(config: PreTrainedConfig) -> bool:
     return family_of(config).causal if has_family(config) else causal_by_classes(config)
 
 
-def has_plain_logits(config: PreTrainedConfig) -> bool:
-    """Return whether the logits are the plain product of the LM head: the config has no factor and no cap on them."""
-    scales = (getattr(config, name, None) for name in ("logits_scaling", "logit_scale"))
-    return all(scale in (None, 1.0) for scale in scales) and not getattr(config, "final_logit_softcapping", None)
-
-
 def has_rotary(config: PreTrainedConfig) -> bool:
     """Return whether the model uses rotary embeddings."""
     return hasattr(config, "rope_parameters")

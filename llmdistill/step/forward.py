@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmdistill.batch import Batch, HeadInputs, LossSum, Outputs, Positions, Sequences, Taps
+from llmdistill.batch import Batch, HeadInputs, LogitScale, LossSum, Outputs, Positions, Sequences, Taps
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import BoundTerms, Losses
-from llmdistill.models.families import family_of, has_family, has_plain_logits, has_segments, is_causal
+from llmdistill.models.families import family_of, has_family, has_segments, is_causal
 from llmdistill.models.general import layer_values
 from llmdistill.models.heads import find_head
 from llmdistill.models.pooling import SentencePooler
@@ -32,9 +32,9 @@ class TappedModel:
     The recorder is installed on the engine's module.
 
     Token losses take the shortcut through the last linear of the LM head, so that the logits of a batch are never in
-    memory at once. This is right only if the logits are the output of this linear. So an architecture without an entry
-    in `families`, and one whose config has a factor or a cap, starts with its own logits, and `step.own_loss` finds out
-    which of the two is right for a model.
+    memory at once. This is right only if the logits are the output of this linear, or follow from it by the factor and
+    the cap that `logit_scale` knows. So an architecture without an entry in `families` starts with its own logits, and
+    `step.own_loss` finds out which of the two is right for a model.
     """
 
     shortcut: bool
@@ -45,6 +45,8 @@ class TappedModel:
     """The model itself, whatever wraps it in the forward pass."""
     shift: bool
     """Whether position i predicts label i+1, as in decoders."""
+    logit_scale: LogitScale
+    """What the model does to the output of its LM head, by its config."""
     has_lm_head: bool
     """Whether the model has an LM head that ends in a plain linear, so that there may be a shortcut."""
 
@@ -73,13 +75,14 @@ class TappedModel:
         self._pooler = None if pooling is None else SentencePooler(self.model, pooling, projector)
         self._head = LMHead(self.model)
         self.has_lm_head = self._head.is_there
+        self.logit_scale = self._head.scale
         config = self.model.config
         head = find_head(self.model)
         self._task_head = None if head is None or head.targets is None else head
         self.shift = is_causal(config)
         # An LM head that does not end in a plain linear has logits, but no linear to take the shortcut through.
         is_plain = self.has_lm_head or self.model.get_output_embeddings() is None
-        self.shortcut = has_family(config) and has_plain_logits(config) and is_plain
+        self.shortcut = has_family(config) and is_plain
         self.makes_mask = not has_family(config) or family_of(config).makes_mask
 
     @contextmanager
@@ -111,7 +114,8 @@ class TappedModel:
         batch = batch.with_label_rows(shift=self.shift)
         with self._restrict_head(batch, (place,), compute), self._inputs(batch) as inputs:
             result = self._forward(**inputs)
-        return self._split_outputs(result, batch)[0]
+        total = self._split_outputs(result, batch)[0]
+        return self._head.restore(total) if self.shortcut and total is not None else total
 
     def inspect_head(self, batch: Batch, inspect: Callable[[HeadInputs], None]) -> None:
         """Run the model without taps; `inspect` gets the LM head's inputs at the labels, or the logits there."""
@@ -196,8 +200,9 @@ class TappedModel:
 
         # Terms of the LM head: with the shortcut the output in place of the logits is their total already.
         total, sequences = self._split_outputs(result, batch)
-        if head.positions and not self.shortcut and total is not None:
-            total = head(_select_logits(total, batch, head.positions))
+        if head.positions and total is not None:
+            rows = None if self.shortcut else _select_logits(total, batch, head.positions)
+            total = self._head.restore(total) if rows is None else head(rows)
         if not head.positions:
             # ZeRO-3 gathers parameters in the backward pass from the model's output, so the total must depend on it.
             total = (

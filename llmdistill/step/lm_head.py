@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmdistill.batch import HeadInputs
+from llmdistill.batch import HeadInputs, LogitScale
 from llmdistill.models.families import family_of, has_family
 
 
@@ -24,6 +24,8 @@ class LMHead:
         """Find the LM head of a model, if it has one, and hook into it."""
         self._rows_N: Tensor | None = None
         self._replacement: Callable[[HeadInputs], Tensor] | None = None
+        self._result: Tensor | None = None
+        self.scale = logit_scale(model.config)
         self._last = _find_last_linear(model)
         if self._last is not None:
             config = model.config
@@ -50,6 +52,18 @@ class LMHead:
             yield
         finally:
             self._rows_N = self._replacement = None
+
+    def restore(self, output: Tensor) -> Tensor:
+        """Return the scalar that the replacement gave, from the model's output, which the model may have scaled.
+
+        The result depends on the output, from which ZeRO-3 gathers parameters in the backward pass.
+        """
+        if self.scale.is_plain:
+            return output
+        # The graph is not held any longer.
+        result, self._result = self._result, None
+        assert result is not None, "the head was not replaced"
+        return result + 0.0 * output
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:
@@ -84,13 +98,25 @@ class LMHead:
         if self._replacement is None:
             return cast(Tensor, self._plain_forward(rows_1NK))
         assert self._last is not None
-        return self._replacement(HeadInputs(rows_1NK[0], self._last.weight, self._last.bias))
+        result = self._replacement(HeadInputs(rows_1NK[0], self._last.weight, self._last.bias, self.scale))
+        self._result = None if self.scale.is_plain else result
+        return result
 
 
 def lm_head_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     """Return the parameters of the matrix in `HeadInputs`, the last one of the LM head; none without an LM head."""
     last = _find_last_linear(model)
     return [] if last is None else list(last.parameters())
+
+
+def logit_scale(config: PreTrainedConfig) -> LogitScale:
+    """Return what a model does to the output of its LM head; see `step.own_loss` for others."""
+    factor = 1.0
+    if config.model_type.startswith("granite"):
+        factor = 1 / getattr(config, "logits_scaling", 1.0)
+    elif config.model_type.startswith("cohere"):
+        factor = getattr(config, "logit_scale", 1.0)
+    return LogitScale(factor, getattr(config, "final_logit_softcapping", None) or None)
 
 
 def _find_last_linear(model: PreTrainedModel) -> nn.Linear | None:

@@ -30,7 +30,7 @@ class OwnLoss:
     of_product: float
     """With the output of the LM head's last linear as the logits; NaN if it does not run once."""
     has_plain_head: bool
-    """Whether the logits are the output of the LM head's last linear, bit by bit, on all ranks."""
+    """Whether the logits are the output of the LM head's last linear, bit by bit, or its `LogitScale`, on all ranks."""
     tolerance: float
     """How far `ours` may be from `own`, as a share of it or, of a loss below 1, in nats."""
 
@@ -72,15 +72,22 @@ def measure_own_loss(
     if len(outputs) == 1 and outputs[0].shape == logits.shape:
         of_product = loss(outputs[0])
         # Some models cast the product to fp32 behind the linear, which is no other loss.
-        is_plain = torch.equal(outputs[0], logits.to(outputs[0].dtype))
+        cast, scale = logits.to(outputs[0].dtype), tapped.logit_scale
+        if scale.is_plain:
+            is_plain = torch.equal(outputs[0], cast)
+        else:  # the model rounds up to three times on the way
+            exact = torch.promote_types(cast.dtype, torch.float32)
+            scaled, precision = scale.apply_(outputs[0].to(exact, copy=True)), 4 * torch.finfo(cast.dtype).eps
+            is_plain = torch.allclose(scaled.to(cast.dtype), cast, rtol=precision, atol=0)
     with tapped.modes(shortcut=is_plain, makes_mask=tapped.makes_mask):
         if is_plain:
             sums_of_head: list[Tensor] = []
 
             def add_sum(head: HeadInputs) -> Tensor:
                 assert head.weight is not None
-                logits_NV = functional.linear(head.rows.to(head.weight.dtype), head.weight, head.bias)
-                sums_of_head.append(_sum_losses(logits_NV, labels_N))
+                outputs_NV = functional.linear(head.rows.to(head.weight.dtype), head.weight, head.bias)
+                exact = torch.promote_types(outputs_NV.dtype, torch.float32)
+                sums_of_head.append(_sum_losses(head.scale.apply_(outputs_NV.to(exact)), labels_N))
                 return sums_of_head[0]
 
             try:

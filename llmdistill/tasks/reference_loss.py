@@ -20,7 +20,7 @@ from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
-from llmdistill.models.families import has_family, has_plain_logits, has_segments
+from llmdistill.models.families import has_family, has_segments
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.step.lm_head import LMHead
@@ -34,11 +34,11 @@ _LOGITS = 2**27
 def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Batch], tuple[float, int]]]:
     """Yield a function that returns the sum of the cross-entropy in nats over a batch's labels, and their number.
 
-    Only the logits of some rows exist at a time, unless the model changes its logits after the last linear of the LM
-    head. shift: each position predicts the next label (decoders).
+    Only the logits of some rows exist at a time, unless the architecture is an unknown one, which may change them after
+    the last linear of the LM head. shift: each position predicts the next label (decoders).
     """
     head, config = LMHead(model), model.config
-    in_chunks = head.is_there and has_family(config) and has_plain_logits(config)
+    in_chunks = head.is_there and has_family(config)
 
     @torch.no_grad()
     def loss_of(batch: Batch) -> tuple[float, int]:

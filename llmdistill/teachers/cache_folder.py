@@ -2,7 +2,7 @@
 
     cache.json            what was asked for, and the size and checksum of each file; written last
     request.json          what was asked for, until cache.json is there
-    head.safetensors      weight and bias of the LM head, for hidden states
+    head.safetensors      weight and bias of the LM head, and its scale if it has one, for hidden states
     shards/00000.safetensors ...
         ids               (n,) the ids of the examples
         offsets.PLACE     (n + 1,) where the rows of each example begin, for each kind of positions
@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmdistill.artifacts import entries_damage, read_record
-from llmdistill.batch import HeadInputs
+from llmdistill.batch import HeadInputs, LogitScale
 from llmdistill.errors import UserError
 from llmdistill.files import apply_umask, write_json
 from llmdistill.fingerprints import content_fingerprint, file_damage, file_entry
@@ -171,7 +171,8 @@ class CacheFolder:
         with _read_shard(self.folder / HEAD_FILE) as file:
             weight = file.get_tensor("weight").to(device)
             bias = file.get_tensor("bias").to(device) if "bias" in file.keys() else None  # noqa: SIM118  # no mapping
-        return HeadInputs(weight.new_empty(0, weight.shape[1]), weight, bias)
+            scale = LogitScale(*json.loads((file.metadata() or {}).get("scale", "[]")))
+        return HeadInputs(weight.new_empty(0, weight.shape[1]), weight, bias, scale)
 
     @cached_property
     def _index(self) -> tuple[np.ndarray, np.ndarray, dict[str, list[np.ndarray]]]:

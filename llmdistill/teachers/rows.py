@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, Positions, TapRequest, Taps, TopK
+from llmdistill.losses.head import cut
+from llmdistill.losses.other_tokens import exact_logits
 from llmdistill.losses.top_k import most_likely
 from llmdistill.step.method import Method
 
@@ -106,15 +108,11 @@ def to_rows(
             assert head.weight is not None, "hidden states need the head"
             rows[f"{place}.states"] = head.rows
             continue
-        weight_VK = None if head.weight is None else head.weight[:vocabulary]
-        bias_V = None if head.bias is None else head.bias[:vocabulary]
-        parts: list[TopK] = []
-        for rows_nK in head.rows.split(_CHUNK):
-            if weight_VK is None:
-                logits_nV = rows_nK[:, :vocabulary]
-            else:
-                logits_nV = torch.nn.functional.linear(rows_nK.to(weight_VK.dtype), weight_VK, bias_V)
-            parts.append(most_likely(logits_nV, top_k, request.temperatures))
+        head = cut(head, vocabulary)
+        parts = [
+            most_likely(exact_logits(head._replace(rows=rows_nK), slice(None)), top_k, request.temperatures)
+            for rows_nK in head.rows.split(_CHUNK)
+        ]
         top = TopK(
             torch.cat([part.tokens for part in parts]),
             torch.cat([part.log_probs for part in parts]),

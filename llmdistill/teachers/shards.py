@@ -192,6 +192,8 @@ def _run_teacher(job: Job, teacher: TappedModel, shard: Shard, number: int) -> t
             if head is not None and is_writer and entry_of(job.folder, HEAD_FILE, None) is None:
                 assert head.weight is not None, "hidden states need the head"
                 tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
-                write_tensors(job.folder, HEAD_FILE, {name: each.detach().cpu() for name, each in tensors.items()}, {})
+                scale = {} if head.scale.is_plain else {"scale": json.dumps(head.scale)}
+                on_cpu = {name: each.detach().cpu() for name, each in tensors.items()}
+                write_tensors(job.folder, HEAD_FILE, on_cpu, scale)
             rows = to_rows(outputs, moved, job.request, top_k=job.top_k, vocabulary=job.vocabulary)
     return batch, outputs, {name: each.cpu() for name, each in rows.items()}

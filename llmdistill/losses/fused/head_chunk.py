@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmdistill.batch import TopK
+from llmdistill.batch import LogitScale, TopK
 from llmdistill.losses.divergence import FORWARD_KL, LOG_FLOOR, SOFT_CROSS_ENTROPY, Divergence
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.other_tokens import SpanRows, span_losses
@@ -30,25 +30,30 @@ def chunk_losses(
     terms: Sequence[TokenTerm],
     factors: Tensor,
     *,
+    scales: tuple[LogitScale, LogitScale] = (LogitScale(), LogitScale()),
     with_gradient: bool,
 ) -> Tensor:
     """Return the sum of each term over the rows of a chunk, (C,), in the dtype of the factors.
 
-    With gradient, the derivative of Σ factor · sum with respect to the student's logits overwrites these logits. The
-    logits of both models are overwritten in any case; the teacher's are None if no term uses a divergence, and may be
+    Takes the outputs (n, V) of the LM heads of student and teacher, and their `scales`, by which the logits follow.
+    With gradient, the derivative of Σ factor · sum with respect to the student's outputs overwrites these outputs. The
+    outputs of both models are overwritten in any case; the teacher's are None if no term uses a divergence, and may be
     its most likely tokens or rows in other tokens instead. All computations on tokens use the dtype of the factors,
     (C,), at least fp32.
     """
     if student_NV.is_meta:  # the kernels of a GPU overwrite the logits and need no further memory
         return torch.zeros_like(factors)
     if isinstance(teacher_NV, SpanRows):
-        return _span_chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
+        scale = scales[0]
+        return _span_chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, scale, with_gradient=with_gradient)
     known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
     fits = known and available(student_NV.device) and student_NV.element_size() <= 4  # kernels compute in fp32
     if fits and not isinstance(teacher_NV, TopK):  # the kernels know no classes of tokens
         from llmdistill.losses.fused import triton_head  # importing it requires Triton
 
-        return triton_head.kernel_losses(student_NV, teacher_NV, labels_N, terms, factors, with_gradient=with_gradient)
+        return triton_head.kernel_losses(
+            student_NV, teacher_NV, labels_N, terms, factors, scales=scales, with_gradient=with_gradient
+        )
     size, few_exponentials, spare = max(1, len(labels_N)), None, []
     # _FewExponentials reads its values to check them; on CUDA the host would have to wait for them.
     if student_NV.device.type == "cpu":
@@ -60,18 +65,22 @@ def chunk_losses(
     sums = torch.zeros_like(factors)
     for start in range(0, len(labels_N), size):
         here = slice(start, start + size)
-        student, labels = student_NV[here].to(factors.dtype), labels_N[here]
+        student, labels = scales[0].apply_(student_NV[here].to(factors.dtype)), labels_N[here]
+        # The losses overwrite the logits, from which the slope follows.
+        slope = scales[0].slope(student) if with_gradient else 1.0
         losses: _BlockLosses | None = None
         teacher: Tensor | TopK | None
         if isinstance(teacher_NV, TopK):
             teacher = teacher_NV.at(here)
         else:
-            teacher = None if teacher_NV is None else teacher_NV[here].to(factors.dtype)
+            teacher = None if teacher_NV is None else scales[1].apply_(teacher_NV[here].to(factors.dtype))
         if few_exponentials is not None and not isinstance(teacher, TopK):
             memory = _Memory(student, teacher, *(buffer[: len(student)] for buffer in spare))
             losses = few_exponentials.compute(memory, labels, with_gradient=with_gradient)
         if losses is None:
             losses = _block_losses(student, teacher, labels, terms, factors, with_gradient=with_gradient)
+        if losses.gradient is not None and not scales[0].is_plain:
+            losses.gradient.mul_(slope)
         # `.to` gives the chunk itself, or a copy if the dtypes differ, whose gradient must be written back.
         is_in_place = losses.gradient is student and student.dtype == student_NV.dtype
         if losses.gradient is not None and not is_in_place:
@@ -95,10 +104,20 @@ def _span_chunk_losses(
     labels_N: Tensor,
     terms: Sequence[TokenTerm],
     factors: Tensor,
+    scale: LogitScale,
     *,
     with_gradient: bool,
 ) -> Tensor:
     """`chunk_losses` for a teacher with another tokenizer: the divergences, and then the terms on labels."""
+    if not scale.is_plain:
+        logits_NV = scale.apply_(student_NV.to(factors.dtype, copy=True))
+        slope = scale.slope(logits_NV)
+        sums = _span_chunk_losses(
+            logits_NV, teacher, labels_N, terms, factors, LogitScale(), with_gradient=with_gradient
+        )
+        if with_gradient:
+            student_NV.copy_(logits_NV.mul_(slope))
+        return sums
     sums = torch.zeros_like(factors)
     soft = [place for place, term in enumerate(terms) if term.divergence is not None]
     hard = [place for place, term in enumerate(terms) if term.divergence is None]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmdistill.batch import LogitScale
 from llmdistill.losses import divergence
 from llmdistill.losses.terms import TokenTerm
 
@@ -27,14 +28,16 @@ def kernel_losses(
     terms: Sequence[TokenTerm],
     factors: Tensor,
     *,
+    scales: tuple[LogitScale, LogitScale] = (LogitScale(), LogitScale()),
     with_gradient: bool,
 ) -> Tensor:
     """`head_chunk.chunk_losses` for divergences that have the name of a kernel.
 
     One program handles one row. It reads the row once for the two log-softmaxes and once more for values and gradient.
     Divergences whose derivatives do not sum to a known number need a third pass. The kernel allocates no memory of the
-    size of the rows and uses no atomics, and the host never waits. Logits are fp32, bf16 or fp16, with contiguous rows;
-    the teacher's stay as they are, the student's too if `with_gradient` is False. The sums are fp32.
+    size of the rows and uses no atomics, and the host never waits. Outputs are fp32, bf16 or fp16, with contiguous
+    rows; the teacher's stay as they are, the student's too if `with_gradient` is False. The sums are fp32. Factors and
+    caps of the logits are applied to a block when it is read.
     """
     rows, words = student_NV.shape
     if teacher_NV is None:
@@ -63,6 +66,9 @@ def kernel_losses(
             TEMPERATURES=tuple(1.0 if term.divergence is None else float(term.temperature) for term in terms),
             SCALES=tuple(1.0 if term.divergence is None else float(term.scale) for term in terms),
             SHARES=tuple(term.smoothing if term.divergence is None else float(term.divergence.share) for term in terms),
+            # A cap of 0 is none.
+            STUDENT_SCALE=(float(scales[0].factor), float(scales[0].cap or 0)),
+            TEACHER_SCALE=(float(scales[1].factor), float(scales[1].cap or 0)),
             SLOTS=triton.next_power_of_2(len(terms)),
             # The derivatives of these kinds sum to -1, so the pass that computes the values can write the gradient.
             KNOWN_SLOPES=all(kind in ("label", "soft_cross_entropy", "forward_kl") for kind in kinds)
@@ -88,6 +94,8 @@ def _rows_kernel(
     TEMPERATURES: tl.constexpr,
     SCALES: tl.constexpr,
     SHARES: tl.constexpr,
+    STUDENT_SCALE: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr,
     SLOTS: tl.constexpr,
     KNOWN_SLOPES: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
@@ -106,8 +114,8 @@ def _rows_kernel(
     teacher_sums = tl.zeros((SLOTS,), tl.float32)
     open_sums = tl.zeros((SLOTS,), tl.float32)  # teacher's sums over tokens with student logits above LOG_FLOOR
     for start in range(0, words, BLOCK):
-        student = _words(student_ptr, start, words, BLOCK)
-        teacher = _words(teacher_ptr, start, words, BLOCK)
+        student = _logits(student_ptr, start, words, BLOCK, STUDENT_SCALE)
+        teacher = _logits(teacher_ptr, start, words, BLOCK, TEACHER_SCALE)
         student_new = tl.maximum(student_max, tl.max(student, 0))
         teacher_new = tl.maximum(teacher_max, tl.max(teacher, 0))
         for k in tl.static_range(TERMS):
@@ -137,8 +145,8 @@ def _rows_kernel(
     if not (KNOWN_SLOPES and WITH_GRADIENT):
         for start in range(0, words, BLOCK):
             # The log-sums are relative to the maximum, as the exponentials were.
-            student = _words(student_ptr, start, words, BLOCK) - student_max
-            teacher = _words(teacher_ptr, start, words, BLOCK) - teacher_max
+            student = _logits(student_ptr, start, words, BLOCK, STUDENT_SCALE) - student_max
+            teacher = _logits(teacher_ptr, start, words, BLOCK, TEACHER_SCALE) - teacher_max
             word = start + tl.arange(0, BLOCK)
             for k in tl.static_range(TERMS):
                 log_q = student / TEMPERATURES[k] - _pick(student_log_sums, k, SLOTS)
@@ -151,8 +159,9 @@ def _rows_kernel(
                     derivative_sums = tl.where(slot == k, derivative_sums + tl.sum(derivative, 0), derivative_sums)
     if WITH_GRADIENT:
         for start in range(0, words, BLOCK):
-            student = _words(student_ptr, start, words, BLOCK) - student_max
-            teacher = _words(teacher_ptr, start, words, BLOCK) - teacher_max
+            logits = _logits(student_ptr, start, words, BLOCK, STUDENT_SCALE)
+            student = logits - student_max
+            teacher = _logits(teacher_ptr, start, words, BLOCK, TEACHER_SCALE) - teacher_max
             word = start + tl.arange(0, BLOCK)
             gradient = tl.zeros((BLOCK,), tl.float32)
             for k in tl.static_range(TERMS):
@@ -165,17 +174,26 @@ def _rows_kernel(
                     values = tl.where(slot == k, values + tl.sum(value, 0), values)
                 factor = tl.load(factors_ptr + k) * (SCALES[k] / TEMPERATURES[k])
                 gradient += factor * (derivative - tl.exp(log_q) * _pick(derivative_sums, k, SLOTS))
-            # This is the last pass over the row, so the gradient may overwrite the logits.
+            if STUDENT_SCALE[1] > 0:
+                tanh = logits / STUDENT_SCALE[1]
+                gradient *= 1 - tanh * tanh
+            gradient *= STUDENT_SCALE[0]
+            # This is the last pass over the row, so the gradient may overwrite the outputs.
             tl.store(student_ptr + word, gradient, mask=word < words)
     for k in tl.static_range(TERMS):
         tl.store(values_ptr + row * TERMS + k, _pick(values, k, SLOTS) * SCALES[k])
 
 
 @triton.jit
-def _words(row_ptr, start, words, BLOCK: tl.constexpr):
+def _logits(row_ptr, start, words, BLOCK: tl.constexpr, SCALE: tl.constexpr):
     """A block of a row's logits, in fp32; beyond the end of the row -inf, a token with probability 0."""
     at = start + tl.arange(0, BLOCK)
-    return tl.load(row_ptr + at, mask=at < words, other=-float("inf")).to(tl.float32)
+    logits = tl.load(row_ptr + at, mask=at < words, other=-float("inf")).to(tl.float32) * SCALE[0]
+    if SCALE[1] > 0:
+        # tanh(x) = 2 σ(2x) - 1
+        logits = SCALE[1] * (2 * tl.sigmoid(logits * (2 / SCALE[1])) - 1)
+        logits = tl.where(at < words, logits, -float("inf"))
+    return logits
 
 
 @triton.jit

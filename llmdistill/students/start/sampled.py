@@ -320,8 +320,9 @@ def _compute_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tens
     for start in range(0, len(head.rows), count):
         here = slice(start, start + count)
         rows = head.rows[here]
-        logits = rows.clone() if w_VK is None else functional.linear(rows.to(w_VK.dtype), w_VK, head.bias)
-        p_NV = logits.float()  # changed in place from here on: a chunk is in memory once
+        outputs = rows.clone() if w_VK is None else functional.linear(rows.to(w_VK.dtype), w_VK, head.bias)
+        p_NV = head.scale.apply_(outputs.float())  # changed in place from here on: a chunk is in memory once
+        slope = head.scale.slope(p_NV)
         p_NV.sub_(p_NV.amax(-1, keepdim=True)).exp_()
         p_NV /= p_NV.sum(-1, keepdim=True)
         seen(p_NV)
@@ -331,6 +332,8 @@ def _compute_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tens
         ends_NV = p_NV.cumsum(dim=-1)
         target = torch.searchsorted(ends_NV, (chances_N[here] * ends_NV[:, -1])[:, None]).clamp_(max=vocabulary - 1)
         p_NV.scatter_add_(1, target, p_NV.new_full((), -1.0).expand(target.shape))
+        if not head.scale.is_plain:
+            p_NV.mul_(slope)
         gradients_NK[here] = p_NV if w_VK is None else p_NV.to(w_VK.dtype) @ w_VK
     return gradients_NK
 

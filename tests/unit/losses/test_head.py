@@ -6,7 +6,7 @@ from plain_losses import token_losses_plain
 from torch import Tensor
 from torch.nn import functional
 
-from llmdistill.batch import HeadInputs
+from llmdistill.batch import HeadInputs, LogitScale
 from llmdistill.losses import divergence
 from llmdistill.losses.fused import head_chunk
 from llmdistill.losses.head import token_losses
@@ -52,7 +52,7 @@ def head(seed, *, width=K, rows=N, words=V, bias=True, dtype=torch.float64) -> H
 
 
 def learned(inputs: HeadInputs, *frozen: str) -> HeadInputs:
-    for name, each in inputs._asdict().items():
+    for name, each in zip(("rows", "weight", "bias"), inputs.tensors, strict=True):
         if each is not None and name not in frozen:
             each.requires_grad_()
     return inputs
@@ -73,7 +73,7 @@ def outcome(function, student, teacher, terms, *, times=1.0, **options) -> list[
     losses = function(student, teacher, labels_N, terms, factors, **options)
     assert not losses.sums.requires_grad
     torch.testing.assert_close(losses.total.detach(), (losses.sums * factors).sum(), equal_nan=True)
-    leaves = [each for each in student if each is not None and each.requires_grad]
+    leaves = [each for each in student.tensors if each is not None and each.requires_grad]
     return [losses.sums, *torch.autograd.grad(losses.total * times, leaves)]
 
 
@@ -94,18 +94,34 @@ def test_it_equals_full_logits(terms: list[TokenTerm], monkeypatch: pytest.Monke
     assert len(found) == 4
 
 
+@pytest.mark.parametrize("scales", [((0.25, None), (3.0, None)), ((1.5, 2.0), (1.0, 5.0)), ((1.0, None), (2.0, 1.0))])
+@some_choices
+def test_logits_with_a_factor_and_a_cap(terms: list[TokenTerm], scales, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the formulas by autograd, in fp64 and from rounded outputs."""
+    monkeypatch.setattr(head_chunk, "_BLOCK_BYTES", 2 * V * 8)
+    for dtype, relative in ((torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        sides = head(0, dtype=dtype), head(1, width=K_TEACHER, dtype=dtype)
+        student, teacher = (side._replace(scale=LogitScale(*scale)) for side, scale in zip(sides, scales, strict=True))
+        found = outcome(token_losses, learned(student), teacher, terms, times=3.0, chunk=6)
+        exact = [
+            HeadInputs(*(each.detach().double() for each in side.tensors), side.scale) for side in (student, teacher)
+        ]
+        assert_near(found, outcome(token_losses_plain, learned(exact[0]), exact[1], terms, times=3.0), relative)
+
+
 def test_the_log_ratio_is_the_policy_gradient_at_the_labels() -> None:
     student, teacher, labels_N = learned(head(0)), head(1, width=K_TEACHER), labels()
     terms = [TokenTerm("sampled", divergence.LOG_RATIO), LABEL, OTHERS[3]]
     sums, *gradients = outcome(token_losses, student, teacher, terms, chunk=4)
     one, other = (
-        functional.linear(*each).log_softmax(-1).gather(1, labels_N[:, None])[:, 0] for each in (student, teacher)
+        functional.linear(*each.tensors).log_softmax(-1).gather(1, labels_N[:, None])[:, 0]
+        for each in (student, teacher)
     )
     torch.testing.assert_close(sums[0], (one - other).sum().detach())
     plain = 0.5 * ((one - other).detach() * one).sum()
     rest = token_losses_plain(student, teacher, labels_N, terms[1:], factors_of(terms)[1:])
     torch.testing.assert_close(sums[1:], rest.sums)
-    assert_near(gradients, torch.autograd.grad(plain + rest.total, list(student)))
+    assert_near(gradients, torch.autograd.grad(plain + rest.total, list(student.tensors)))
 
 
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
@@ -114,7 +130,10 @@ def test_precision(terms: list[TokenTerm], dtype: torch.dtype, relative: float) 
     """Against full logits in fp64 from the very same numbers."""
     sizes = {"rows": 64, "words": 97}
     student, teacher = head(0, dtype=dtype, **sizes), head(1, width=K_TEACHER, dtype=dtype, **sizes)
-    exact = HeadInputs(*(each.double() for each in student)), HeadInputs(*(each.double() for each in teacher))
+    exact = (
+        HeadInputs(*(each.double() for each in student.tensors)),
+        HeadInputs(*(each.double() for each in teacher.tensors)),
+    )
     found = outcome(token_losses, learned(student), teacher, terms, chunk=24)
     assert found[0].dtype == torch.float32
     assert all(each.dtype == dtype for each in found[1:])
@@ -202,7 +221,7 @@ def test_forbidden_words(terms: list[TokenTerm], of_student: bool) -> None:
     results = []
     for function in (token_losses, token_losses_plain):
         losses = function(student, sides[1], chosen, terms, factors_of(terms))
-        results.append([losses.sums, *torch.autograd.grad(losses.total, student)])
+        results.append([losses.sums, *torch.autograd.grad(losses.total, student.tensors)])
     assert all(each.isfinite().all() for each in results[0])
     assert_near(*results)
 
@@ -213,7 +232,7 @@ def test_a_factor_of_zero_and_a_total_that_nobody_asks_about(dtype: torch.dtype)
     for factors, times in (([0.0, 2.0], 0.5), ([0.0, 0.0], 1.0), ([1.0, 2.0], 0.0)):
         given = student, teacher, labels(), [LABEL, KL], torch.tensor(factors)
         totals = [times * function(*given).total for function in (token_losses, token_losses_plain)]
-        found, expected = (torch.autograd.grad(total, student) for total in totals)
+        found, expected = (torch.autograd.grad(total, student.tensors) for total in totals)
         assert_near(found, expected, 1e-10 if dtype == torch.float64 else 5e-3)
 
 
@@ -231,7 +250,7 @@ def test_a_second_backward_pass_and_a_second_derivative_are_refused() -> None:
 @some_choices
 def test_logits_in_place_of_a_head(terms, options):
     """Rows without a weight are the logits, which are not overwritten."""
-    logits = [functional.linear(*each) for each in (head(1), head(2, width=K_TEACHER))]
+    logits = [functional.linear(*each.tensors) for each in (head(1), head(2, width=K_TEACHER))]
     student, teacher = (HeadInputs(each, None, None) for each in logits)
     kept = student.rows.clone()
     found = outcome(token_losses, learned(student), teacher, terms, chunk=4, **options)

@@ -97,14 +97,14 @@ def test_words_go_to_the_kernel_unless_it_does_not_know_the_divergence(monkeypat
     expected = token_losses(student, teacher, labels, terms, factors)
     seen = []
 
-    def kernel_losses(student_NV, teacher_NV, labels_N, given, factors, *, with_gradient):
-        seen.append((list(given), with_gradient))
+    def kernel_losses(student_NV, teacher_NV, labels_N, given, factors, *, scales, with_gradient):
+        seen.append((list(given), scales, with_gradient))
         return expected.sums * len(labels_N) / 5
 
     stand_in(monkeypatch, "head", kernel_losses=kernel_losses)
     monkeypatch.setattr(head_chunk, "available", lambda device: True)
     torch.testing.assert_close(token_losses(student, teacher, labels, terms, factors), expected)
-    assert seen[0] == (terms, False)
+    assert seen[0] == (terms, (student.scale, teacher.scale), False)
     unknown = [terms[0], TokenTerm("own", Divergence(FORWARD_KL.value, FORWARD_KL.derivative))]
     calls = len(seen)
     token_losses(student, teacher, labels, unknown, factors)

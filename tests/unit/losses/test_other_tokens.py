@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmdistill.batch import HeadInputs, OtherTokens
+from llmdistill.batch import HeadInputs, LogitScale, OtherTokens
 from llmdistill.losses.divergence import FORWARD_KL, REVERSE_KL, jsd_with_derivative
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
@@ -23,6 +23,7 @@ PAIRS = [0, -1, -1, -1, -1, -1, 5]
 STUDENTS_SPANS = [-1, 0, 0, -1, 1, 1, -1]
 STARTS = [-1, 1, -1, -1, 4, -1, -1]
 TEACHERS_SPANS = [-1, 0, 0, 0, 1, -1]
+SCALES = LogitScale(0.5, 1.5), LogitScale(2.0, None)
 SHARED = [3, 5, 7, 8], [2, 0, 9, 11]
 
 
@@ -31,7 +32,9 @@ def heads(*, bias: bool = True) -> tuple[HeadInputs, HeadInputs]:
     sizes = [(N, V, K), (M, V_TEACHER, K_TEACHER)]
     made = [[torch.randn(*size, dtype=torch.float64) for size in ((n, k), (v, k), (v,))] for n, v, k in sizes]
     student, teacher = (HeadInputs(rows, weight, of_bias if bias else None) for rows, weight, of_bias in made)
-    return HeadInputs(*(None if each is None else each.requires_grad_() for each in student)), teacher
+    learned = HeadInputs(*(None if each is None else each.requires_grad_() for each in student.tensors))
+    # Without a bias both have another function behind the head.
+    return (learned, teacher) if bias else (learned._replace(scale=SCALES[0]), teacher._replace(scale=SCALES[1]))
 
 
 def others(teacher: HeadInputs) -> OtherTokens:
@@ -41,7 +44,9 @@ def others(teacher: HeadInputs) -> OtherTokens:
 
 
 def probabilities(head: HeadInputs, temperature: float = 1.0) -> np.ndarray:
-    logits = head.rows @ head.weight.T + (0 if head.bias is None else head.bias)
+    logits = head.scale.factor * (head.rows @ head.weight.T + (0 if head.bias is None else head.bias))
+    if head.scale.cap is not None:
+        logits = head.scale.cap * (logits / head.scale.cap).tanh()
     exps = np.exp(logits.detach().numpy() / temperature)
     return exps / exps.sum(1, keepdims=True)
 
@@ -86,7 +91,7 @@ DIVERGENCES = {"forward": FORWARD_KL, "reverse": REVERSE_KL, "jsd": jsd_with_der
 @pytest.mark.parametrize("spans", ["alm", "uld"])
 @pytest.mark.parametrize("chunk", [2, 4, 100])
 def test_values_are_those_of_the_formulas(kind, spans, chunk):
-    student, teacher = heads()
+    student, teacher = heads(bias=chunk != 4)
     terms = [TokenTerm("soft", DIVERGENCES[kind], 2.0, 4.0, spans=spans), TokenTerm("label", None)]
     losses = token_losses(student, others(teacher), LABELS, terms, torch.tensor([0.7, 0.2]), chunk=chunk)
     expected = 4 * of_pairs(student, teacher, 2.0, kind)
@@ -106,7 +111,7 @@ def test_gradients_are_those_of_the_values(spans, bias, kind):
         return token_losses(student, others(teacher), LABELS, terms, factors).total
 
     total().backward()
-    for each in (given for given in student if given is not None):
+    for each in (given for given in student.tensors if given is not None):
         expected = torch.zeros_like(each)
         with torch.no_grad():
             for place in np.ndindex(each.shape):
@@ -139,7 +144,7 @@ def test_forbidden_words_leave_loss_and_gradient_finite(spans, forbidden):
     losses = token_losses(student, others(teacher), LABELS, [TokenTerm("soft", FORWARD_KL, spans=spans)], torch.ones(1))
     losses.total.backward()
     assert losses.sums.isfinite().all()
-    assert all(each.grad.isfinite().all() for each in student)
+    assert all(each.grad.isfinite().all() for each in student.tensors if each is not None)
 
 
 @pytest.mark.parametrize("spans", ["alm", "uld"])

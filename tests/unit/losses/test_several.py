@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmdistill.batch import HeadInputs
+from llmdistill.batch import HeadInputs, LogitScale
 from llmdistill.losses.divergence import FORWARD_KL, REVERSE_KL
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.several import SeveralHeads
@@ -24,12 +24,15 @@ def head(rows: int, width: int, words: int, seed: int, *, bias: bool = True) -> 
 
 
 def teachers() -> tuple[HeadInputs, HeadInputs]:
-    return head(N, WIDTHS[0], WORDS[0], 1), head(N, WIDTHS[1], WORDS[1], 2, bias=False)
+    first, second = head(N, WIDTHS[0], WORDS[0], 1), head(N, WIDTHS[1], WORDS[1], 2, bias=False)
+    return first, second._replace(scale=LogitScale(1.5, 2.0))
 
 
 def probabilities(inputs: HeadInputs) -> np.ndarray:
     """(N, V): at temperature 1, over the tokens that all models have."""
     logits = inputs.rows @ inputs.weight.T + (0 if inputs.bias is None else inputs.bias)
+    if inputs.scale.cap is not None:
+        logits = inputs.scale.cap * (inputs.scale.factor * logits / inputs.scale.cap).tanh()
     exps = np.exp(logits[:, :V].numpy())
     return exps / exps.sum(1, keepdims=True)
 
@@ -58,11 +61,11 @@ TERMS = [
 
 
 def check(several: SeveralHeads, p_NV: np.ndarray, term: TokenTerm, chunk: int) -> None:
-    student = HeadInputs(*(each.requires_grad_() for each in head(N, K, V, 0)))
+    student = HeadInputs(*(each.requires_grad_() for each in head(N, K, V, 0).tensors))
     one = torch.ones(1, dtype=torch.float64)
     found = token_losses(student, several, LABELS, [term], one, vocabulary=V, chunk=chunk).total
     totals = found, by_hand(p_NV, student, term)
-    mine, plain = ([total.detach(), *torch.autograd.grad(total, student)] for total in totals)
+    mine, plain = ([total.detach(), *torch.autograd.grad(total, student.tensors)] for total in totals)
     torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-11)
 
 
@@ -86,7 +89,7 @@ def test_each_position_has_its_own_teacher(own, chunk):
 
 def test_half_precision_is_averaged_in_single():
     """The mixture of bf16 logits is rounded nowhere: its loss is that of the same numbers in fp64."""
-    student = HeadInputs(*(each.float() for each in head(N, K, V, 0)))
+    student = HeadInputs(*(each.float() for each in head(N, K, V, 0).tensors))
     logits = [HeadInputs((one.rows @ one.weight.T).bfloat16(), None, None) for one in teachers()]
     exact = [HeadInputs(each.rows.double(), None, None) for each in logits]
     found, expected = (
@@ -97,7 +100,10 @@ def test_half_precision_is_averaged_in_single():
 
 
 def test_a_token_that_no_teacher_gives_a_chance_is_no_nan():
-    logits = [each._replace(rows=(each.rows @ each.weight.T)[:, :V], weight=None, bias=None) for each in teachers()]
+    logits = [
+        each._replace(rows=(each.rows @ each.weight.T)[:, :V], weight=None, bias=None, scale=LogitScale())
+        for each in teachers()
+    ]
     for one in logits:
         one.rows[:, 3] = float("-inf")
     for kind in ("probabilities", "log_probabilities"):

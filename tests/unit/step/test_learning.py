@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertForPreTraining, BertForQuestionAnswering, LlamaForCausalLM
 
 from llmdistill.attention_mask import AttentionMask
-from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch
+from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch, LogitScale
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import BoundTerms
 from llmdistill.methods import METHODS, build_method
@@ -194,7 +194,7 @@ def test_padding_is_no_key_and_sees_all():
 
 # The loss of a model through its LM head is its own loss, or its own logits are taken.
 
-SCALED = ("granite", "gemma2", "cohere")
+SCALED = {"granite": {}, "gemma2": {"final_logit_softcapping": 2.0}, "cohere": {}}
 """Architectures whose logits are more than the product of their head: a divisor, a softcap, a factor."""
 
 
@@ -224,13 +224,11 @@ def our_loss(tapped, batch):
 
 @pytest.mark.parametrize("name", [*SCALED, "llama", "phi3", "gpt2", "opt", "qwen3_moe", "bert", "mpnet", "deberta-v2"])
 def test_the_loss_after_the_check_is_the_models_own(name, capsys):
-    tapped = tapped_model(name)
+    tapped = tapped_model(name, **SCALED.get(name, {}))
     batch = batch_of(shift=tapped.shift)
-    assert tapped.shortcut == (name not in SCALED), "the config says it already"
     check_losses({"student": tapped}, batch)
-    said = f"the logits of {name} are more than the product of its LM head"
-    assert capsys.readouterr().out.count(said) == (name in SCALED)
-    assert tapped.shortcut == (name not in SCALED)
+    assert "are more than the product of its LM head" not in capsys.readouterr().out
+    assert tapped.shortcut
     config = tapped.model.config
     assert tapped.makes_mask == (not has_family(config) or family_of(config).makes_mask)
     parameters = list(tapped.model.parameters())
@@ -241,15 +239,38 @@ def test_the_loss_after_the_check_is_the_models_own(name, capsys):
         if expected is not None:
             torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-3)
     if name in SCALED:
-        with tapped.modes(shortcut=True, makes_mask=True):
-            assert abs((our_loss(tapped, batch) - own).item()) > 1e-4, "the shortcut is no mistake here"
+        assert abs(measure_own_loss(tapped, batch).of_product - own.item()) > 1e-4, "the scale does nothing here"
 
 
-def test_a_softcap_is_seen_while_the_logits_are_small():
+@pytest.mark.parametrize("name", SCALED)
+def test_divergences_from_scaled_logits_are_those_of_the_models_own(name):
+    """Teacher and student by their own logits, and by the inputs of their heads."""
+    student, teacher = (tapped_model(name, seed=seed, **SCALED[name]) for seed in (0, 1))
+    batch = batch_of()
+    entry = METHODS["kd"]
+    method = entry.build(entry.settings(), student.model.config, teacher.model.config)
+    found = []
+    for shortcut in (True, False):
+        with student.modes(shortcut=shortcut, makes_mask=True), teacher.modes(shortcut=shortcut, makes_mask=True):
+            targets = teacher.compute_targets(batch, lm_head=method.teacher_positions)
+            losses = student.compute_losses(batch, method.bind_terms(targets, batch, batch.divisors()))
+        gradients = torch.autograd.grad(losses.total, list(student.model.parameters()))
+        found.append([losses.total.detach(), *gradients])
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
+
+
+def test_a_softcap_is_seen_while_the_logits_are_small(capsys):
+    """A cap that the config does not tell."""
     model = tiny_model("gemma2", scale=0.1)
-    loss = measure_own_loss(TappedModel(model, Recorder(model, {})), batch_of())
+    tapped = TappedModel(model, Recorder(model, {}))
+    tapped.logit_scale = LogitScale()
+    loss = measure_own_loss(tapped, batch_of())
     assert abs(loss.own - loss.of_product) < 1e-4, "the losses alone would not show it"
     assert not loss.has_plain_head
+    check_losses({"student": tapped}, batch_of())
+    assert "the logits of gemma2 are more than the product of its LM head" in capsys.readouterr().out
+    assert not tapped.shortcut
+    torch.testing.assert_close(our_loss(tapped, batch_of()), stock_loss(tapped, batch_of()), atol=2e-5, rtol=1e-5)
 
 
 def test_other_masks_are_seen(monkeypatch):

@@ -126,9 +126,9 @@ def test_logits_that_are_more_than_a_product(kind, tokenizer):
 
 def test_the_logits_of_a_batch_are_never_there(model, tokenizer, monkeypatch):
     rows = []
-    real = head._compute_logits
+    real = head._compute_outputs
     monkeypatch.setattr(head, "_CPU_CHUNK", 16)
-    monkeypatch.setattr(head, "_compute_logits", lambda *given: rows.append(len(out := real(*given))) or out)
+    monkeypatch.setattr(head, "_compute_outputs", lambda *given: rows.append(len(out := real(*given))) or out)
     score_windows(model, cut_windows(TEXT, tokenizer, model.config, WindowSizes(64), name=""), batch_size=4)
     assert max(rows) == 16
     assert sum(rows) == (64 - 1) * (len(tokenizer(TEXT)["input_ids"]) // 64)

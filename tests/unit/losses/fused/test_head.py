@@ -3,7 +3,7 @@ import torch
 from plain_losses import token_losses_plain
 from torch import Tensor
 
-from llmdistill.batch import HeadInputs
+from llmdistill.batch import HeadInputs, LogitScale
 from llmdistill.losses import divergence
 from llmdistill.losses.fused import triton_head
 from llmdistill.losses.fused.triton_head import kernel_losses
@@ -83,6 +83,27 @@ def test_equals_autograd_of_the_plain_formulas(device, case, dtype, tolerance) -
         assert torch.equal(student, kept[0]), "without gradients the logits stay"
     check(student, teacher, labels, TERMS[case], tolerance)
     assert torch.equal(teacher, kept[1])
+
+
+SCALES = [(LogitScale(0.25), LogitScale(3.0)), (LogitScale(1.5, 2.0), LogitScale(1.0, 5.0))]
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("case", ["forward_kl", "reverse_kl", "three, mixed", "smoothed label"])
+def test_logits_with_a_factor_and_a_cap(device: torch.device, case: str, scales) -> None:
+    student, teacher, labels = make(device)
+    outputs = student.double().requires_grad_()
+    logits = [
+        scale.factor * side if scale.cap is None else scale.cap * (scale.factor * side / scale.cap).tanh()
+        for side, scale in zip((outputs, teacher.double()), scales, strict=True)
+    ]
+    ours, theirs = (HeadInputs(side, None, None) for side in logits)
+    factors = FACTORS[: len(TERMS[case])].to(device)
+    losses = token_losses_plain(ours, theirs, labels, TERMS[case], factors)
+    (gradient,) = torch.autograd.grad(losses.total, outputs)
+    sums = kernel_losses(student, teacher, labels, TERMS[case], factors, scales=scales, with_gradient=True)
+    torch.testing.assert_close(sums.double(), losses.sums, rtol=1e-5, atol=0.0)
+    assert error(student, gradient) < 1e-5
 
 
 @pytest.mark.parametrize("case", ["forward_kl", "reverse_kl", "jsd"])

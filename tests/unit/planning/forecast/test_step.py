@@ -32,10 +32,9 @@ def peak(trace: StepTrace) -> float:
     return max(sum(moment.live.values()) for moment in trace.moments)
 
 
-def test_logits_with_a_factor_are_all_in_memory_at_once() -> None:
+def test_logits_with_a_factor_take_no_memory_of_their_own() -> None:
     plain, scaled = trace_of("granite", logits_scaling=1.0), trace_of("granite", logits_scaling=8.0)
-    logits = ROWS * TOKENS * WORDS * 4
-    assert peak(scaled) - peak(plain) > 2 * logits  # of the student and the teacher
+    assert peak(scaled) == pytest.approx(peak(plain), abs=1000)
 
 
 @pytest.mark.parametrize("name", ["phi", "mpnet"])
