@@ -30,6 +30,12 @@ def file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
 
 
+def file_state(file: Path) -> tuple[int, int]:
+    """Return what changes with the content of a file, without reading it: its size, and the time of its last change."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 def nearest_folder(folder: Path) -> Path:
     """Return the folder itself, or the nearest folder above it that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))

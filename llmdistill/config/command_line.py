@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args
@@ -27,6 +26,7 @@ from llmdistill.config.methods import MethodTable
 from llmdistill.config.recipes import read_layers, recipe_names, recipe_path
 from llmdistill.config.strict import check_keys, check_plain, did_you_mean, flatten, one_sentence
 from llmdistill.errors import FieldError, UserError
+from llmdistill.memo import cached_by
 
 DEFAULT_RECIPE = "quickstart"
 """The recipe of a run that names none, and neither a teacher nor data of its own: the embedded example."""
@@ -45,13 +45,9 @@ _Config = TypeVar("_Config")
 _NOT_PARSED = (ArgumentError, ValueError, TypeError, ArithmeticError, RecursionError)  # for values that do not fit
 
 
+@cached_by(lambda methods: tuple(methods.items()))
 def run_parser(methods: MethodTable) -> ArgumentParser:
     """Return the parser of the main job: all settings of a run and its methods, and the flags that are not settings."""
-    return _run_parser(tuple(methods.items()))  # a tuple has a hash, which the cache needs
-
-
-@cache
-def _run_parser(methods: tuple[tuple[str, Any], ...]) -> ArgumentParser:
     parser = ArgumentParser(
         prog="llmdistill train",
         usage=f"{_COMMAND} {_USAGE}",
@@ -73,7 +69,7 @@ def _run_parser(methods: tuple[tuple[str, Any], ...]) -> ArgumentParser:
     parser.add_argument("--json", action="store_true", help="With --dry_run: print one JSON object with all settings.")
     # The launcher adds this flag; the environment has it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    add_config(parser, RunConfig, dict(methods))
+    add_config(parser, RunConfig, methods)
     hide_stubs(parser)
     return parser
 

@@ -12,10 +12,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from llmdistill.memo import cached_by
 
 Message = dict[str, Any]
 
@@ -92,7 +94,7 @@ def as_the_template_reads(messages: list[Message], tokenizer: PreTrainedTokenize
 
     The templates of some models that also see images are like that (Idefics, SmolVLM, LLaVA); others read both.
     """
-    in_parts = _roles_in_parts(tokenizer, _template_text(tokenizer))
+    in_parts = _roles_in_parts(tokenizer)
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if message["role"] in in_parts
@@ -101,8 +103,14 @@ def as_the_template_reads(messages: list[Message], tokenizer: PreTrainedTokenize
     ]
 
 
-@lru_cache(maxsize=64)
-def _roles_in_parts(tokenizer: PreTrainedTokenizerBase, _template_text: str) -> frozenset[str]:
+def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else json.dumps(template)
+
+
+# The template and the end token of a tokenizer can change, so its identity alone is no key.
+@cached_by(lambda tokenizer: (tokenizer, _template_text(tokenizer)), most=64)
+def _roles_in_parts(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     def writes(content: object, role: str, before: Sequence[Message], after: Sequence[Message] = ()) -> bool:
         chat = [*before, {"role": role, "content": content}, *after]
         with suppress(Exception):  # a template can raise anything
@@ -124,29 +132,24 @@ def _roles_in_parts(tokenizer: PreTrainedTokenizerBase, _template_text: str) -> 
     return frozenset(roles)
 
 
+@cached_by(
+    lambda tokenizer, options=None: (
+        *(tokenizer, _template_text(tokenizer), tokenizer.eos_token),
+        json.dumps(options or {}, default=str),
+    ),
+    most=64,
+)
 def frame_of(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> Frame:
-    """Return what the template writes around texts with these further arguments."""
-    options_json = json.dumps(options, default=str) if options else "{}"
-    return _compute_frame(tokenizer, _template_text(tokenizer), tokenizer.eos_token, options_json)
+    """Return what the template writes around texts with these further arguments.
 
-
-def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    template = tokenizer.chat_template
-    return template if isinstance(template, str) else json.dumps(template)
-
-
-@lru_cache(maxsize=64)
-def _compute_frame(tokenizer: PreTrainedTokenizerBase, _template_text: str, _end: str, options: str) -> Frame:
-    """Compare renderings of made-up chats; the frame of a template that refuses them is empty.
-
-    The unused parameters are part of the cache's key, because a tokenizer's template and end token can change.
+    It compares renderings of made-up chats; the frame of a template that refuses them is empty.
     """
 
     def render_chat(*contents: str, asks: bool = False, **fields: str) -> str:
         roles = ("user", "assistant")
         messages = [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]
         messages[-1] |= fields
-        return render(tokenizer, messages, json.loads(options), asks=asks)
+        return render(tokenizer, messages, options or {}, asks=asks)
 
     try:
         with_prompt, without_prompt = (render_chat(QUESTION, asks=asks) for asks in (True, False))

@@ -6,10 +6,10 @@ import copy
 import inspect
 import json
 from collections.abc import Iterator
-from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from llmdistill.errors import UserError
+from llmdistill.memo import cached_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,23 +83,20 @@ def cache_argument(model: PreTrainedModel) -> str | None:
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
+@cached_by(lambda config: (type(config), json.dumps(config.to_dict(), sort_keys=True, default=str)))
 def position_after_padding(config: PreTrainedConfig) -> int:
     """Return the position id of the first token, which is not 0 where a row of the position table is for padding.
 
     As in RoBERTa, the position ids of ESM, Longformer, LUKE and XLM-RoBERTa-XL count from the padding token's.
     """
-    return _position_after_padding(cast("Any", type(config)), json.dumps(config.to_dict(), sort_keys=True, default=str))
-
-
-@cache
-def _position_after_padding(kind: Any, settings: str) -> int:
     import torch
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    config: Any = kind.from_dict(json.loads(settings))
     try:
         with torch.device("meta"):
-            model = cast(Any, MODEL_MAPPING[kind])(config)  # not from_config, which ZeRO-3 makes shard the model
+            # A copy of the config, as the model may change its own.
+            # Not from_config, which ZeRO-3 makes shard the model.
+            model = cast(Any, MODEL_MAPPING[type(config)])(copy.deepcopy(config))
     except Exception:  # of any architecture
         return 0
     for name, module in model.named_modules():

@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from llmdistill.artifacts import new_proven_folder, read_record
 from llmdistill.errors import UserError, install_command
-from llmdistill.files import cache_folder, check_writable, read_json, write_json
+from llmdistill.files import cache_folder, check_writable, file_state, read_json, write_json
 from llmdistill.fingerprints import file_sha256
+from llmdistill.memo import cached_by
 from llmdistill.messages import say
 from llmdistill.progress import Activity
 
@@ -48,6 +49,7 @@ def gguf_file(path: str | Path) -> Path | None:
     return files[0] if files else None
 
 
+@cached_by(lambda file: (file, file_state(file), cache_folder()))  # a command locates its model several times
 def dequantize_file(file: Path) -> Path:
     """Return the folder of a GGUF file's model in fp32, with tokenizer and chat template; make it if it is not there.
 
@@ -58,15 +60,9 @@ def dequantize_file(file: Path) -> Path:
         UserError: the package gguf is missing; or the file is cut, is one part of several, lacks weights, or has an
             architecture that transformers does not read.
     """
-    status = file.stat()
-    return _dequantize(file, status.st_size, status.st_mtime_ns, cache_folder())
-
-
-@cache  # a command locates its model several times
-def _dequantize(file: Path, size: int, modified: int, root: Path) -> Path:
     with Activity(f"Reading {file.name}"):
         sha256 = file_sha256(file)
-    folder = root / "gguf" / f"{sha256[:16]}-{_FORMAT}"
+    folder = cache_folder() / "gguf" / f"{sha256[:16]}-{_FORMAT}"
     if folder.is_dir():
         say(f"{file.name}: {origin(folder)}, kept in {folder}", aside=True)
         return folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,7 +18,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQ
 
 from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
 from llmdistill.errors import UserError
+from llmdistill.files import file_state
 from llmdistill.internals.transformers_names import model_class
+from llmdistill.memo import cached_by
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, cast_parameters, of_base
 from llmdistill.models.companions import read_generation_settings, save_model
 from llmdistill.models.config_check import built_from, cannot_build, check_weight_shapes
@@ -110,20 +112,19 @@ def config_with_head(path: str | Path, head: HeadName, num_classes: int | None) 
     return config
 
 
+@cached_by(
+    lambda folder, part=slice(None): (
+        *(folder, str(part)),  # a slice has no hash before Python 3.12
+        tuple(sorted((file, file_state(file)) for file in folder.iterdir())),
+    )
+)
 def folder_damage(folder: Path, part: slice = slice(None)) -> str | None:
     """Return what is wrong with the files of a folder that has a manifest; None if nothing is, or it has none.
 
     The result is cached in the process while no file changes, because a command loads a model several times. `part` is
     that of `manifest_damage`.
     """
-    status = {file.name: file.stat() for file in folder.iterdir()}
-    files = sorted((name, file_status.st_size, file_status.st_mtime_ns) for name, file_status in status.items())
-    return _folder_damage(folder, (part.start, part.stop, part.step), tuple(files))
-
-
-@cache
-def _folder_damage(folder: Path, part: tuple[int, int, int], files: tuple[Any, ...]) -> str | None:
-    return manifest_damage(folder, slice(*part))
+    return manifest_damage(folder, part)
 
 
 def check_files(path: str | Path, part: slice = slice(None)) -> None:
