@@ -96,7 +96,24 @@ def launch(flags: Sequence[str], module: str, *arguments: str) -> None:
 
 def compress(arguments: Sequence[str]) -> None:
     """Factorize a model folder into a new folder, or with --dry_run report the resulting sizes."""
-    parsed = parse(_compress_parser(), arguments)
+    parser = ArgumentParser(
+        prog="llmdistill compress",
+        exit_on_error=False,
+        description="Factorize a model: every linear of its layers is replaced by a product of two smaller ones, "
+        "low-rank or Kronecker. --dry_run reads only config.json, but --method kronecker with --target_params also "
+        "reads the weights.",
+    )
+    parser.add_argument("--model", type=str, required=True, help="Model folder, hub name or GGUF file.")
+    parser.add_argument("--output", type=str, help="New folder for the student; required without --dry_run.")
+    parser.add_argument("--method", type=FactorizeMethod, default="svd", help="Kind of factorization.")
+    text = "With --method kronecker and --target_params: also print the best combinations of shapes. A shape is that "
+    text += "of the first factor of a matrix with at least as many outputs as inputs, and transposed for the others."
+    parser.add_argument("--candidates", action="store_true", help=text)
+    parser.add_argument("--dry_run", action="store_true", help="Only print the sizes.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    parser.add_class_arguments(FactorizeConfig, None)
+    parser.add_class_arguments(DataConfig, "data", skip={each.name for each in fields(DataConfig)} - set(LIMITS))
+    parsed = parse(parser, arguments)
     if parsed.output is None and not parsed.dry_run:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
     settings, unchanged = asdict(build(parsed, FactorizeConfig, prefix="--")), asdict(DataConfig())
@@ -134,27 +151,6 @@ def compress(arguments: Sequence[str]) -> None:
     _show(result, parsed.json, [key for key in shown if key in result])
     if not parsed.json and not parsed.dry_run and lost:
         print_result(as_lines(lost))
-
-
-def _compress_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="llmdistill compress",
-        exit_on_error=False,
-        description="Factorize a model: every linear of its layers is replaced by a product of two smaller ones, "
-        "low-rank or Kronecker. --dry_run reads only config.json, but --method kronecker with --target_params also "
-        "reads the weights.",
-    )
-    parser.add_argument("--model", type=str, required=True, help="Model folder, hub name or GGUF file.")
-    parser.add_argument("--output", type=str, help="New folder for the student; required without --dry_run.")
-    parser.add_argument("--method", type=FactorizeMethod, default="svd", help="Kind of factorization.")
-    text = "With --method kronecker and --target_params: also print the best combinations of shapes. A shape is that "
-    text += "of the first factor of a matrix with at least as many outputs as inputs, and transposed for the others."
-    parser.add_argument("--candidates", action="store_true", help=text)
-    parser.add_argument("--dry_run", action="store_true", help="Only print the sizes.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
-    parser.add_class_arguments(FactorizeConfig, None)
-    parser.add_class_arguments(DataConfig, "data", skip={each.name for each in fields(DataConfig)} - set(LIMITS))
-    return parser
 
 
 def export(arguments: Sequence[str]) -> None:

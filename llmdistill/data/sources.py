@@ -248,25 +248,23 @@ def examples_of(data: Data, *, name: str = "data") -> list[Example]:
     if isinstance(data, str | Path):
         return read_examples(data)
     left_out = Counter[str]()
-    examples = list(parse_rows(_locate_rows(data, name), left_out))
+    rows = _checked_rows(data, name, Mapping, "not a dict; give rows with instruction and output")
+    examples = list(parse_rows(rows, left_out))
     if not examples:
         raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
     say_left_out(name, examples, left_out)
     return examples
 
 
-def _locate_rows(data: object, name: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _checked_rows(data: object, name: str, kinds: Any, remedy: str) -> Iterator[tuple[Any, str]]:
+    """Yield the rows of data in memory with their places; UserError for one that is none of these kinds, or no text."""
     for number, row in enumerate(rows_in_memory(data, name), start=1):
         where = f"{name}: row {number}"
-        if not isinstance(row, Mapping):
-            raise UserError(f"{where}: a {type(row).__name__}, not a dict; give rows with instruction and output")
-        _check_text(row, where)
+        if not isinstance(row, kinds):
+            raise UserError(f"{where}: a {type(row).__name__}, {remedy}")
+        if has_half_surrogate(row if isinstance(row, str) else dict(row)):
+            raise UserError(f"{where}: it holds half of a surrogate pair, which is no character; fix the text")
         yield row, where
-
-
-def _check_text(row: Mapping[str, Any] | str, where: str) -> None:
-    if has_half_surrogate(row if isinstance(row, str) else dict(row)):
-        raise UserError(f"{where}: it holds half of a surrogate pair, which is no character; fix the text")
 
 
 def write_rows(data: Data, folder: Path, *, field: str = "text", name: str = "data") -> Path:
@@ -275,10 +273,7 @@ def write_rows(data: Data, folder: Path, *, field: str = "text", name: str = "da
     Raises UserError if a row is no text, or if the file is there and its content is no longer that of its name.
     """
     rows: list[dict[str, Any]] = []
-    for number, row in enumerate(rows_in_memory(data, name), start=1):
-        if not isinstance(row, str | Mapping):
-            raise UserError(f"{name}: row {number}: a {type(row).__name__}; give rows as dicts, or texts")
-        _check_text(row, f"{name}: row {number}")
+    for row, _ in _checked_rows(data, name, (str, Mapping), "neither a dict nor a text; give rows as one of them"):
         rows.append({field: row} if isinstance(row, str) else dict(row))
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     path = folder / f"data-{digest(text)[:16]}.jsonl"

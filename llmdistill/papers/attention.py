@@ -37,7 +37,28 @@ _SMALLEST = 2.3
 
 
 def _score(config: AttentionConfig, models: ComparedModels) -> ModelScores:
-    layers = _choose_layers(config, models.paths)
+    # One layer of each model, from 1: that of all, one for each, or the last.
+    given: list[int | None] = [None] if config.layers is None else [*config.layers]
+    if len(given) not in (1, len(models.paths)):
+        raise UserError(
+            f"--layers {given}: there are {len(models.paths)} models; give one layer, or one for each of them"
+        )
+    layers = {}
+    for (name, path), layer in zip(
+        models.paths.items(), given if len(given) > 1 else given * len(models.paths), strict=True
+    ):
+        of_model = load_config(path)
+        if not family_of(of_model).scores_are_products:
+            raise UserError(
+                f"--model {name} ({path}): a {of_model.model_type} adds to the scores that would be drawn: leave it out"
+            )
+        shape = shape_of(of_model)
+        layers[name] = shape.num_layers if layer is None else layer
+        if not 1 <= layers[name] <= shape.num_layers:
+            raise UserError(f"--layers {layer}: the {name} ({path}) has the layers 1 to {shape.num_layers}")
+        for head in config.heads or ():
+            if not 1 <= head <= shape.num_heads:
+                raise UserError(f"--heads {head}: the {name} ({path}) has the heads 1 to {shape.num_heads}")
     if config.text is not None:
         texts = [config.text]
     elif not Path(str(config.data)).is_file():
@@ -91,28 +112,6 @@ def _encode(
         items = items or encoded
     # All tokenizers make the same ids, so the words of the last one stand for all models.
     return items, [tokenizer.convert_ids_to_tokens(item.input_ids) for item in items]
-
-
-def _choose_layers(config: AttentionConfig, paths: Mapping[str, Path]) -> dict[str, int]:
-    """Return the layer of each model, from 1; UserError for a layer or head that it lacks, or scores of other kinds."""
-    given: list[int | None] = [None] if config.layers is None else [*config.layers]
-    if len(given) not in (1, len(paths)):
-        raise UserError(f"--layers {given}: there are {len(paths)} models; give one layer, or one for each of them")
-    layers = {}
-    for (name, path), layer in zip(paths.items(), given if len(given) > 1 else given * len(paths), strict=True):
-        of_model = load_config(path)
-        if not family_of(of_model).scores_are_products:
-            raise UserError(
-                f"--model {name} ({path}): a {of_model.model_type} adds to the scores that would be drawn: leave it out"
-            )
-        shape = shape_of(of_model)
-        layers[name] = shape.num_layers if layer is None else layer
-        if not 1 <= layers[name] <= shape.num_layers:
-            raise UserError(f"--layers {layer}: the {name} ({path}) has the layers 1 to {shape.num_layers}")
-        for head in config.heads or ():
-            if not 1 <= head <= shape.num_heads:
-                raise UserError(f"--heads {head}: the {name} ({path}) has the heads 1 to {shape.num_heads}")
-    return layers
 
 
 def _compare(config: AttentionConfig, maps: Mapping[str, Tensor]) -> dict[str, Any]:

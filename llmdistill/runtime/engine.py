@@ -183,33 +183,6 @@ def learning_rate(settings: TrainConfig, step: int) -> float:
     return settings.min_learning_rate + (settings.learning_rate - settings.min_learning_rate) * share
 
 
-def _gather_state(engine: Any, *, only_trained: bool) -> dict[str, Tensor] | None:
-    """Return the trained parameters, or the student's full state dict, on the CPU of rank 0; None on other ranks.
-
-    Under ZeRO-3 one parameter is gathered at a time, so no rank needs memory for two whole models.
-    """
-    world = World.current()
-    import deepspeed
-
-    sharded = engine.zero_optimization_stage() == 3
-    state: dict[str, Tensor] = {}
-    # A full state dict has a tied parameter under each of its names.
-    for name, parameter in engine.module.named_parameters(remove_duplicate=only_trained):
-        if name.startswith(f"{PROJECTORS}.") or (only_trained and not parameter.requires_grad):
-            continue
-        with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
-            if world.is_main:
-                # A copy on a CPU too: after the block ZeRO-3 frees the whole parameter.
-                state[name] = parameter.detach().to("cpu", copy=True)
-    if not world.is_main:
-        return None
-    if not only_trained:
-        persistent = engine.module.state_dict()
-        buffers = dict(engine.module.named_buffers())
-        state |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items() if name in persistent}
-    return state
-
-
 @dataclass(frozen=True)
 class Template:
     """The untrained student, whose structure and files the trained one takes over."""
@@ -234,11 +207,28 @@ def save_student(
     Every rank must call this function. The tokenizer records the `prompt` of the training data. `pooling` makes
     embeddings of sentences, if the student learned these.
     """
-    state = _gather_state(engine, only_trained=learns_by_a_form(settings))
+    import deepspeed
+
+    # On the CPU of rank 0: the trained parameters, or the student's full state dict, which has a tied parameter under
+    # each of its names. Under ZeRO-3 every rank takes part for each parameter, one at a time, so no rank needs memory
+    # for two whole models.
+    state: dict[str, Tensor] = {}
+    only_trained, is_main = learns_by_a_form(settings), World.current().is_main
+    sharded = engine.zero_optimization_stage() == 3
+    for name, parameter in engine.module.named_parameters(remove_duplicate=only_trained):
+        if name.startswith(f"{PROJECTORS}.") or (only_trained and not parameter.requires_grad):
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
+            if is_main:
+                # A copy on a CPU too: after the block ZeRO-3 frees the whole parameter.
+                state[name] = parameter.detach().to("cpu", copy=True)
+    if is_main and not only_trained:
+        persistent = engine.module.state_dict()
+        buffers = dict(engine.module.named_buffers())
+        state |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items() if name in persistent}
     dense = getattr(engine.module, DENSE, None)
 
     def write() -> None:
-        assert state is not None, "rank 0 has it"
         prefix = f"{DENSE}."
         of_dense = {name.removeprefix(prefix): state.pop(name) for name in [*state] if name.startswith(prefix)}
         with torch.random.fork_rng(devices=[]):  # a missing head is initialized at random and then overwritten

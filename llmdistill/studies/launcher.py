@@ -204,21 +204,15 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
         patience = time.monotonic() + _STOP_SECONDS
         for process in alive:
             # The launcher of a trial ends at once, and its ranks after the step that they are doing.
-            while _group_is_alive(process) and time.monotonic() < patience:
-                time.sleep(0.05)
+            with suppress(ProcessLookupError):  # nothing of its group is left
+                while time.monotonic() < patience:
+                    process.poll()  # otherwise its group would live on in it
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.05)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         raise
-
-
-def _group_is_alive(leader: subprocess.Popen[bytes]) -> bool:
-    leader.poll()  # otherwise its group would live on in it
-    try:
-        os.killpg(leader.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def shown_command(command: Sequence[str]) -> str:

@@ -128,7 +128,21 @@ class InstructionData(TaskData):
         if settings.streaming:
             report = "streamed while training"
         elif self.task.trains:
-            train, mixture, report = self._open_training_set()
+            parts = parts_of(settings.train)
+            stored = [self._open_stored(part.reference) for part in parts]
+            counts, left_out = stored[0].counts, Counter(stored[0].left_out)
+            for examples in stored[1:]:
+                counts, left_out = counts.plus(examples.counts), left_out + Counter(examples.left_out)
+            report = counts.report() + describe_left_out(left_out)
+            items = [examples.items for examples in stored]
+            train = items[0] if len(items) == 1 else JoinedItems(items)
+            # Files with weights are drawn by these, and the others row by row.
+            weights = [part.weight for part in parts if part.weight is not None]
+            if weights:
+                mixture = Mixture.of([len(encoded) for encoded in items], weights)
+                drawn = zip(mixture.counts, mixture.sizes, parts, strict=True)
+                shares = (f"{count:,} examples from the {size:,} of {part.reference}" for count, size, part in drawn)
+                report = f"{report} Each epoch has {', '.join(shares)}."
             if teacher.by_rows and not self.task.teacher_writes:  # the answers of SeqKD name no teacher
                 teacher.check_names(set(train.distinct("teacher")), f"data.train {settings.train}")
         return replace(
@@ -141,24 +155,6 @@ class InstructionData(TaskData):
             report=report,
             data_warnings=[] if warning is None else [warning],
         )
-
-    def _open_training_set(self) -> tuple[MappedItems[Encoded] | JoinedItems[Encoded], Mixture | None, str]:
-        """Tokenize each file of the training set; return all examples, how they are drawn, and a report."""
-        parts = parts_of(self.task.config.data.train)
-        stored = [self._open_stored(part.reference) for part in parts]
-        counts, left_out = stored[0].counts, Counter(stored[0].left_out)
-        for examples in stored[1:]:
-            counts, left_out = counts.plus(examples.counts), left_out + Counter(examples.left_out)
-        report = counts.report() + describe_left_out(left_out)
-        items = [examples.items for examples in stored]
-        train = items[0] if len(items) == 1 else JoinedItems(items)
-        weights = [part.weight for part in parts if part.weight is not None]
-        if not weights:
-            return train, None, report
-        mixture = Mixture.of([len(encoded) for encoded in items], weights)
-        drawn = zip(mixture.counts, mixture.sizes, parts, strict=True)
-        shares = ", ".join(f"{count:,} examples from the {size:,} of {part.reference}" for count, size, part in drawn)
-        return train, mixture, f"{report} Each epoch has {shares}."
 
     def _read_scored_sets(self) -> tuple[list[Example], dict[str, list[Example]], str | None]:
         """Read and check the sets that are scored, with a warning about the origin of the training set."""
@@ -186,7 +182,16 @@ class InstructionData(TaskData):
 
     @property
     def sets(self) -> dict[str, dict[str, Any]]:
-        return {**{name: self._score_settings(name) for name in self._scored_examples()}, **self.texts.sets}
+        data, sets = self.task.config.data, dict[str, dict[str, Any]]()
+        for name, examples in self._scored_examples().items():
+            reference = data.valid if name == VALID else data.tests[name]
+            # `models` says only which ones are scored, so it is left out of what a score depends on.
+            settings = {key: value for key, value in asdict(self._generation_settings(name)).items() if key != "models"}
+            # Older versions cut every script into stems of a-z; their scores of other scripts must not be reused.
+            words = reference_words([example.outputs for example in examples])
+            own_words = {} if words == "stemmed" else {"rouge_words": words}
+            sets[name] = {"reference": fingerprint(str(reference)), **settings, **asdict(self.limits), **own_words}
+        return {**sets, **self.texts.sets}
 
     def _scored_examples(self) -> dict[str, Sequence[Example]]:
         return {**({VALID: self.valid} if self.valid else {}), **self.tests}
@@ -194,15 +199,6 @@ class InstructionData(TaskData):
     def _generation_settings(self, name: str) -> GenerationConfig:
         scoring = self.task.config.scoring
         return replace(scoring, seeds=scoring.seeds[:1]) if name == VALID else scoring
-
-    def _score_settings(self, name: str) -> dict[str, Any]:
-        # `models` says only which ones are scored, so it is left out of what a score depends on.
-        reference = self.task.config.data.valid if name == VALID else self.task.config.data.tests[name]
-        settings = {key: value for key, value in asdict(self._generation_settings(name)).items() if key != "models"}
-        # Older versions cut every script into stems of a-z; their scores of other scripts must not be reused.
-        words = reference_words([example.outputs for example in self._scored_examples()[name]])
-        own_words = {} if words == "stemmed" else {"rouge_words": words}
-        return {"reference": fingerprint(str(reference)), **settings, **asdict(self.limits), **own_words}
 
     def teacher_tokenizer(self) -> PreTrainedTokenizerBase:
         return self.teachers_tokenizer

@@ -44,7 +44,14 @@ def attention_loss(
     device = student.query.device
     assert teacher.query.shape[:3] == (batch, heads, tokens), "student and teacher must have the same number of heads"
     assert mask.window is None or mask.window > 0, f"a window of {mask.window} tokens"
-    rows, columns = blocks or _block_sizes(student, teacher)
+    if blocks is None:
+        # Blocks that fit into the registers of an A100; fp32 products use no tensor cores and need more.
+        largest = max(_padded_width(student), _padded_width(teacher))
+        if torch.float32 in (student.query.dtype, teacher.query.dtype):
+            blocks = (32, 32) if largest <= 64 else (16, 16)
+        else:
+            blocks = (64, 64) if largest <= 128 else (32, 32)
+    rows, columns = blocks
     # int32, whose largest number is infinity in the kernels.
     segments_BT = mask.segments_BT.to(torch.int32).contiguous()
     # Without a limit the kernels read none, and any pointer will do.
@@ -100,14 +107,6 @@ def _prepare(sides: AttentionInputs) -> AttentionInputs:
     assert sides.query.element_size() <= 4, f"no kernel takes {sides.query.dtype}"
     query, key = (side if side.stride(-1) == 1 else side.contiguous() for side in (sides.query, sides.key))
     return AttentionInputs(query, key, sides.scaling)
-
-
-def _block_sizes(student: AttentionInputs, teacher: AttentionInputs) -> tuple[int, int]:
-    """Return block sizes that fit into the registers of an A100; fp32 products use no tensor cores and need more."""
-    width = max(_padded_width(student), _padded_width(teacher))
-    if torch.float32 in (student.query.dtype, teacher.query.dtype):
-        return (32, 32) if width <= 64 else (16, 16)
-    return (64, 64) if width <= 128 else (32, 32)
 
 
 def _padded_width(sides: AttentionInputs) -> int:

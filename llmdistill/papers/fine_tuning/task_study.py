@@ -188,12 +188,22 @@ class TaskStudy(Study):
             aspect = ffn_aspect(self.config.method_settings)
             figure = self.figure(self.drawn, aspect, self.folder, "tsne")
             tsne = {"file": f"{self.task}/tsne.png", **figure}
+        # The files of the best model for the benchmark's server, one a test split.
+        paths = {split: self.root / SUBMISSION / name for split, name in data.submissions.items()}
+        unwritten = on_main(lambda: [split for split, path in paths.items() if not path.is_file()])
+        if unwritten:
+            tokenizer: Any = load_tokenizer(self.config.model)
+            device, dtype = World.current().device, self.plan.models.dtype
+            model = load_model(self.folder / BEST, dtype=dtype, device=device, head=self.benchmark.head)
+            best = ScoredModel(model=model, tokenizer=tokenizer, predictions=self.root / SUBMISSION, sharded=False)
+            for split in unwritten:
+                data.submit(split, best, paths[split])
         return {
             **summarize(data, choice, outcome.trials),
             **{key: getattr(self.protocol, key) for key in SHARED},
             "terms": dict(self.plan.method.weights),
             "teacher": teacher,
-            "predictions": self._submit(data),
+            "predictions": [str(path.relative_to(self.root)) for path in paths.values()],
             "tsne": tsne,
             "warnings": [*warnings, *failures],
         }
@@ -224,21 +234,6 @@ class TaskStudy(Study):
                 shutil.rmtree(student)
 
         on_main(keep)
-
-    def _submit(self, data: BenchmarkData) -> list[str]:
-        """Write the best model's files for the benchmark's server, if there are test splits; returns their paths."""
-        world = World.current()
-        paths = {split: self.root / SUBMISSION / name for split, name in data.submissions.items()}
-        missing = on_main(lambda: [split for split, path in paths.items() if not path.is_file()])
-        if missing:
-            tokenizer: Any = load_tokenizer(self.config.model)
-            model = load_model(
-                self.folder / BEST, dtype=self.plan.models.dtype, device=world.device, head=self.benchmark.head
-            )
-            best = ScoredModel(model=model, tokenizer=tokenizer, predictions=self.root / SUBMISSION, sharded=False)
-            for split in missing:
-                data.submit(split, best, paths[split])
-        return [str(path.relative_to(self.root)) for path in paths.values()]
 
     def figure(self, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str) -> dict[str, Any]:
         """Plot the features of a layer of models on the task's dev set, as `tsne.draw` says."""

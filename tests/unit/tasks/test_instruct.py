@@ -106,10 +106,10 @@ def test_the_references_of_a_whole_set_choose_its_words(model, tmp_path):
     assert (score["rouge_words"], score["examples"]) == ("unicode", 1)
     task = Instructions(RunConfig(ds_config="", data=DataConfig(tests={"set": "set.jsonl"}), scoring=settings))
     tests = ({"set": examples}, {"set": examples[:1]})
-    unicode, stemmed = (data_of(task, tests=sets, limits=limits)._score_settings("set") for sets in tests)
+    no_texts = TextTests(texts={}, settings=GenerationConfig(), models=None)
+    unicode, stemmed = (data_of(task, tests=sets, limits=limits, texts=no_texts).sets["set"] for sets in tests)
     assert unicode == {**stemmed, "rouge_words": "unicode"}, "scores of older versions are not reused"
     results = {"student": {"rougeL": {"set": 5.0}, "rouge_words": {"set": "unicode"}}}
-    no_texts = TextTests(texts={}, settings=GenerationConfig(), models=None)
     legend = data_of(task, tests={"set": examples}, texts=no_texts).table(results).legend
     assert "ROUGE-L on set: F1 of Unicode words" in legend
 
