@@ -37,7 +37,7 @@ OF_VLLM = ("llmdistill.serving.vllm_plugin", "llmdistill.generation.vllm_worker"
 
 
 def import_everything() -> None:
-    """Import the whole package and what its libraries import late, and load DeepSpeed's extension.
+    """Import the whole package and what its libraries import late.
 
     Also make the tables that every process makes once, and of nothing else: the parser of the settings, and the
     weights that transformers renames when it loads a model.
@@ -49,8 +49,6 @@ def import_everything() -> None:
             importlib.import_module(module.name)
     for name in LATE_IMPORTS:
         importlib.import_module(name)
-    importlib.import_module("llmdistill.runtime.extensions").replace_torch_locks()
-    importlib.import_module("deepspeed.comm.torch").build_shm_op()
     methods = importlib.import_module("llmdistill.methods").METHODS
     importlib.import_module("llmdistill.config.command_line").run_parser(methods)
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")

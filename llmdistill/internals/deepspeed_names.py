@@ -1,4 +1,4 @@
-"""What the training state needs of DeepSpeed's engine that is not public.
+"""What a run needs of DeepSpeed that is not public: mostly the training state, of the engine.
 
 DeepSpeed's universal checkpoint reads and writes folders of its own format, of pickles, so it is no way to the tensors.
 Its `safe_get_local_*` functions are used where they reach: at ZeRO-3, once the optimizer has its state. Tried with
@@ -31,6 +31,17 @@ class Shard(NamedTuple):
 
     start: int
     numel: int
+
+
+def leave_out_shared_memory() -> None:
+    """Keep DeepSpeed from compiling its sum over shared memory, for over a minute, when ranks on a CPU join.
+
+    Only its layers for tensor parallelism call it, never a training step, and gloo replaces it there. Without it a
+    run on CPUs needs no compiler, and no rank has 66 MB of shared memory that DeepSpeed never frees.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def optimizer_of(engine: Any) -> torch.optim.Optimizer:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmdistill.errors import RankError, UserError
+from llmdistill.internals.deepspeed_names import leave_out_shared_memory
 from llmdistill.runtime import signals
-from llmdistill.runtime.devices import choose_accelerator, default_device, has_compiler
+from llmdistill.runtime.devices import choose_accelerator, default_device
 from llmdistill.runtime.extensions import replace_torch_locks
 from llmdistill.runtime.launch import (
     DEFAULT_PORT,
@@ -98,21 +99,16 @@ class World:
 def init_distributed(command: str = "") -> World:
     """Join the process group that the launcher describes in the environment; without a launcher, be rank 0 of 1.
 
-    Raises UserError if DeepSpeed must compile its extension, and there is no C++ compiler, or if the ranks do not find
-    each other.
+    Raises UserError if the ranks do not find each other.
     """
     global _control, _node, _joined
     on_cpu = not torch.cuda.is_available()
-    if on_cpu and not has_compiler():
-        raise UserError(
-            "no C++ compiler was found, and DeepSpeed compiles an extension at its first start: "
-            "install one (Debian and Ubuntu: apt-get install g++)"
-        )
     choose_accelerator()
     # Imported here, so that reading a configuration or --help does not wait for DeepSpeed.
     import deepspeed
 
     replace_torch_locks()
+    leave_out_shared_memory()
     # A single process can use any free port, so that several runs can share a machine. The agent of torchrun listens
     # on the port of the environment itself.
     if launched_ranks() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -130,10 +126,6 @@ def init_distributed(command: str = "") -> World:
     if _control is None and dist.get_world_size() > 1:
         _control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         _node = NodeRanks(_control)
-    # DeepSpeed never unlinks the shared memory of its all-reduce on CPUs: each process would leave 66 MB in /dev/shm.
-    # Every rank has mapped it now; without the name it is freed with the last rank, even if that is killed.
-    where = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{dist.get_rank()}"
-    Path("/dev/shm", f"deepspeed_allreduce_buffer_{where}").unlink(missing_ok=True)
     device = torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     if not on_cpu:
         torch.cuda.set_device(device)

@@ -34,6 +34,14 @@ def check_ds_config(resolved: dict[str, Any], path: str) -> None:
         _check_optimizer(resolved["optimizer"], path)
 
 
+def compiles_optimizer(resolved: dict[str, Any]) -> bool:
+    """Return whether DeepSpeed compiles the optimizer of a resolved configuration in place of torch's."""
+    kind, params = str(resolved["optimizer"]["type"]).lower(), resolved["optimizer"]["params"]
+    if kind == "adagrad":
+        return "offload_optimizer" in resolved.get("zero_optimization", {})
+    return kind in ("adam", "adamw", "muon", "lion", "lamb") and not params.get("torch_adam")
+
+
 def check_zero(settings: dict[str, Any], where: str) -> None:
     """Raise a UserError if DeepSpeed does not know a key of zero_optimization, or refuses its value; see above."""
     with _quiet():

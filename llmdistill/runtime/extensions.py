@@ -1,4 +1,4 @@
-"""C++ extensions, which are compiled at the first start: a compilation that was killed stops no later run.
+"""C++ extensions, which are compiled when they are first needed: a compilation that was killed stops no later run.
 
 torch's lock is a file that a compilation makes first and removes last (`torch.utils.file_baton`). A process that is
 killed in between leaves it, and torch waits for it in silence and for ever.
@@ -16,7 +16,7 @@ from typing import IO
 import psutil
 from torch.utils.file_baton import FileBaton
 
-from llmdistill.messages import logger
+from llmdistill.messages import logger, say
 
 NOTICE_SECONDS = 5.0
 """Seconds after which a process says what it waits for."""
@@ -59,6 +59,8 @@ class Lock(FileBaton):
                 silent = True
                 logger.warning("%s", f"waiting for {lock}, by which {user or 'another process'} compiles an extension")
             time.sleep(1.0 if is_mine else 0.1)  # to look at all processes takes a moment
+        if not any(lock.parent.glob("*.so")):
+            say(f"Compiling {lock.parent.name}, an extension of DeepSpeed, once: about a minute")
         return True
 
     def release(self) -> None:

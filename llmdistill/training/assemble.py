@@ -15,14 +15,16 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch, Loader
 from llmdistill.data.sampler import PrefetchingLoader, Share
 from llmdistill.embedded import locate
+from llmdistill.errors import UserError
 from llmdistill.models.adapters import is_adapter
 from llmdistill.models.classifier import read_classifier, set_classifier
 from llmdistill.models.forms import adapt
 from llmdistill.models.load import load_model
 from llmdistill.models.pooling import has_dense
 from llmdistill.models.sharded_load import Sharding, load_sharded
+from llmdistill.runtime.devices import has_compiler
 from llmdistill.runtime.distributed import World, exists_on_main, on_every, on_main, wait_until_visible
-from llmdistill.runtime.ds_check import check_ds_config
+from llmdistill.runtime.ds_check import check_ds_config, compiles_optimizer
 from llmdistill.runtime.engine import Template, add_projectors, build_engine, save_student
 from llmdistill.runtime.environment import kernels
 from llmdistill.runtime.terminal import warn_main
@@ -102,6 +104,11 @@ def check_machine(plan: Plan) -> None:
     on_main(lambda: check_access(plan.config.train.report_to or []))
     if plan.config.train.compile:
         check_compilers(world.device)
+    if compiles_optimizer(plan.ds_config) and world.device.type == "cpu" and not has_compiler():
+        raise UserError(
+            f"{plan.config.ds_config}: DeepSpeed compiles this optimizer, but no C++ compiler was found: install one "
+            "(Debian and Ubuntu: apt-get install g++), or take a ds_config without offload_optimizer, such as zero2"
+        )
     losses = kernels()
     if losses.state == "warning" and world.device.type == "cuda":
         warn_main(f"{losses.what}: {losses.said}; {losses.remedy}")

@@ -23,6 +23,19 @@ def test_two_ranks_equal_one_rank(trained, ds_config):
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_on_cpus_needs_no_compiler(launch, settings, tmp_path, monkeypatch, ranks):
+    extensions = tmp_path / "extensions"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "none")
+    launch(*settings, "--output_dir", str(tmp_path / "run"), "--train.steps", "1", ranks=ranks)
+    assert (tmp_path / "run" / "student" / "model.safetensors").exists()
+    assert not extensions.exists()
+    offload = ("--ds_config", "zero2_offload", "--output_dir", str(tmp_path / "other"))
+    assert "DeepSpeed compiles this optimizer, but no C++" in launch(*settings, *offload, ranks=ranks, code=2).stderr
+
+
 LORA = ("--student.lora.rank", "4")
 PIVOTED = ("--student.factorize.form", "pivoted", "--student.factorize.embedding_rank", "12")
 OWN = shlex.split("""--method kd --kd.divergence jsd --kd.ratio 1.0 --data.max_prompt_length 96 --data.max_length 104

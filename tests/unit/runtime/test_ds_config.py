@@ -10,7 +10,7 @@ from hostile import refuses
 from llmdistill.config import TrainConfig
 from llmdistill.errors import UserError
 from llmdistill.runtime import ds_check
-from llmdistill.runtime.ds_check import check_ds_config
+from llmdistill.runtime.ds_check import check_ds_config, compiles_optimizer
 from llmdistill.runtime.ds_config import read_ds_config, resolve_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
 
@@ -25,6 +25,7 @@ def test_shipped_configurations_resolve_and_deepspeed_accepts_them(path):
     resolved = student_ds_config(read_ds_config(str(path)), str(path), settings, BatchSplit(4, 4), output_dir="runs/x")
     assert resolved["zero_optimization"]["overlap_comm"] is True
     assert ("offload_optimizer" in resolved["zero_optimization"]) == path.stem.endswith("offload")
+    assert compiles_optimizer(resolved) == path.stem.endswith("offload")
     accepted = DeepSpeedConfig(resolved)
     assert accepted.zero_optimization_stage == int(path.stem[4])
     assert (accepted.train_batch_size, accepted.gradient_accumulation_steps) == (16, 4)
