@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.messages import say
-from llmdistill.progress import Activity
-from llmdistill.report.metrics_log import FIGURES, METRICS_LOG, read_metrics_log, row_of
+from llmdistill.progress import Activity, duration
+from llmdistill.report.metrics_log import METRICS_LOG, read_metrics_log, row_of
 from llmdistill.runtime import signals
 from llmdistill.runtime.distributed import World
 
@@ -30,7 +28,7 @@ class RunLog:
         self._active = world.is_main
         self._file = folder / METRICS_LOG
         self.start, self._steps = start, steps
-        self._header: list[str] = []
+        self._has_header = False
         self.activity = Activity(
             *("Training", steps, "steps"),
             done=start,
@@ -49,22 +47,19 @@ class RunLog:
             self.rows = read_metrics_log(folder)
 
     def add_row(self, step: int, values: dict[str, float], eta: float) -> None:
-        """Log one row: the loss, tokens_per_second, the shares and the other available FIGURES, then each term."""
+        """Log one row, of the available FIGURES and each term; what a reader waits for is printed, in 80 columns."""
         if not self._active:
             return
         cells = {
             "step": f"{step}/{self._steps}",
             "loss": f"{values['loss']:.4g}",
-            **{name: f"{value:.3g}" for name, value in values.items() if name not in FIGURES},
-            "tok/s": f"{values['tokens_per_second']:,.0f}",
-            "padding": f"{values['padding_share']:.0%}",
-            "teacher": f"{values['teacher_share']:.0%}",
-            "eta": tqdm.format_interval(eta),
+            "tokens/s": f"{values['tokens_per_second']:,.0f}",
+            "time left": duration(eta),
         }
-        if list(cells) != self._header:
-            self._header = list(cells)
-            say("".join(f" {name:>8}" for name in cells))
-        say("".join(f" {cell:>{max(8, len(name))}}" for name, cell in cells.items()))
+        if not self._has_header:
+            self._has_header = True
+            say("".join(f"{name:>14}" for name in cells))
+        say("".join(f"{cell:>14}" for cell in cells.values()))
         self.add_figures(step, values)
 
     def add_figures(self, step: int, values: dict[str, float]) -> None:
