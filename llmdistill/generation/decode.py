@@ -123,10 +123,12 @@ def generate_passes(
         raise UserError(f"{model.config.model_type} models do not generate text; give a causal language model")
     check_context(model.config, settings.max_length)
     assert all(0 < len(ids) <= settings.max_prompt_length for ids in prompt_ids)
+    # Over all prompts and not each rank's share: what a batch holds must not depend on the number of ranks.
     batches = plan_batches(prompt_ids, settings.batch_size)
     engine = HuggingFaceEngine(model, tokenizer, settings, synced=synced)
     ends = answer_ends(tokenizer, model.generation_config)
     started = time.perf_counter()
+    # By pass and index, because the ranks take the batches of all passes in turn.
     answers: dict[tuple[int, int], list[int]] = {}
     for job, is_extra in shared_jobs(len(seeds) * len(batches), synced=synced):
         pass_number, number = divmod(job, len(batches))

@@ -74,6 +74,7 @@ class OnPolicyLoader:
                 prompts[-1].append(Prompt(item.last_prompt, int(state >> np.uint64(1))))  # 63 bits fit into int64
         batches = []
         for items, written in zip(micro_batches, self.writer.write(step, prompts), strict=True):
+            # The prompt of the student's answer is the last one of the example, without the turns of the data after it.
             answered = [
                 Encoded(item.last_prompt, answer.ids, item.teacher) for item, answer in zip(items, written, strict=True)
             ]

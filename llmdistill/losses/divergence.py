@@ -122,7 +122,9 @@ SOFT_CROSS_ENTROPY = Divergence(
     lambda log_p, log_q: -(log_p.exp() * log_q).sum(-1), FORWARD_KL.derivative, "soft_cross_entropy"
 )
 """-Σ p log q (MaKD eq. 18), which equals KL(T‖S) plus the teacher's entropy."""
+# By the product rule: ∂/∂log q of q (log q - log p) is q (log q - log p) + q.
 REVERSE_KL = Divergence(reverse_kl, lambda log_p, log_q: log_q.exp() * (log_q - log_p + 1), "reverse_kl")
+# The sign of 0 is 0, so that the student's gradient vanishes where it equals the teacher.
 TOTAL_VARIATION = Divergence(
     total_variation, lambda log_p, log_q: 0.5 * log_q.exp() * (log_q.exp() - log_p.exp()).sign(), "total_variation"
 )
@@ -215,6 +217,7 @@ DIVERGENCES: dict[str, DivergenceEntry] = {
     "log_ratio": DivergenceEntry("log q - log p of the sampled token", lambda kd: LOG_RATIO),
 }
 """The divergences by the name that users type as `kd.divergence`, which is also the name of the term in the log."""
+# At import, so that settings, help and tables know those of other packages as they know ours.
 DIVERGENCES |= load_plugins("llmdistill.divergences", DIVERGENCES)
 
 
@@ -265,4 +268,5 @@ def log_softmax(logits_NV: Tensor) -> Tensor:
 def _log_mix(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:
     """Compute log(share · a + (1-share) · b)."""
     # In log space: exp of both and the log of their sum would underflow to -inf for unlikely tokens.
+    # The settings exclude the shares 0 and 1, one of whose logarithms is -inf.
     return (log_a + math.log(share)).logaddexp(log_b + math.log1p(-share))

@@ -30,6 +30,7 @@ def sequence_cross_entropy(logits: Tensor, targets: Tensor) -> LossSum:
     loss = functional.cross_entropy(
         _clear_unknown(logits, has_target).flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
+    # The mean over the targets of a sequence (the two ends of a span), as transformers' heads compute it.
     return LossSum(loss / (targets.shape[1] if targets.dim() > 1 else 1), has_target.sum())
 
 

@@ -80,6 +80,7 @@ def _compare_embeddings(
     def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
         embeddings = student.projected if mapped else student.sequence_logits
         assert embeddings is not None, "the student gives no embeddings"
+        # The teacher's are never mapped: they are what the matrix maps to.
         assert teacher is not None
         assert teacher.sequence_logits is not None, "the teacher gives no embeddings"
         return measure(embeddings, teacher.sequence_logits, read_batch(batch))

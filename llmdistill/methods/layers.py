@@ -136,6 +136,7 @@ def pair_last_or_mapped(
         raise UserError(
             f"{method}.teacher_layer is {layer}: the teacher has {depths[1]} layers; give one from 1 to {depths[1]}"
         )
+    # Counted from 0 from here on.
     numbers = [(depths[0] - 1, number - 1)]  # MiniLM §3: the student's last layer alone learns
     if spec is not None:
         numbers = map_layers(spec, teacher, student, key=f"{method}.teacher_layers")
@@ -278,4 +279,5 @@ def mse_term(
 def weigh(settings: object, terms: Iterable[LayerTerm]) -> Terms:
     """Return the terms with a weight over 0. The weight of a term is the setting of the same name."""
     active = [term for term in terms if getattr(settings, term.name) > 0]
+    # One weight for all terms of a name, whatever their number: a term of more layers weighs more.
     return Terms({term.name: float(getattr(settings, term.name)) for term in active}, active)

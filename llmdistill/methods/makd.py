@@ -80,6 +80,7 @@ def build_makd(
     0 or without layers is left out: it is not in the weights, is not computed, and requests no taps. If sequences have
     targets, logits and label have a counterpart of the same weight for them (sequence_logits, sequence_label).
     """
+    # By the student's number: the settings name layers of the student, and a map may leave some of them out.
     pairs = {
         pair.student: pair
         for pair in layers.pair_equal_shapes(settings.teacher_layers, teacher, student, method="makd")
@@ -93,6 +94,7 @@ def build_makd(
     matrix_pairs, layer_pairs = ([pairs[layer] for layer in named if layer in pairs] for named in layer_sets)
     # A family names the projections of its feed-forward part; only gated ones have ffn_gate.
     aspects = [name for name in MATRIX_TERMS if not name.startswith("ffn_") or getattr(family, name) is not None]
+    # One term for each aspect and pair of layers; those of the same name share a weight, and the step adds them up.
     inner = [
         *(layers.mse_term(aspect, pair, scale=settings.scale) for aspect in aspects for pair in matrix_pairs),
         *(

@@ -99,6 +99,7 @@ def build_minilmv2(
             f"student; give one of {', '.join(map(str, divisors))}"
         )
     pairs = pair_last_or_mapped(settings.teacher_layer, settings.teacher_layers, teacher, student, method="minilmv2")
+    # A relation has a term for each pair of layers, under one name: they share its weight, and the step adds them up.
     return Method(
         weights=dict.fromkeys(relations, settings.weight),
         layer_terms=[

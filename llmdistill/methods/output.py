@@ -73,8 +73,10 @@ def _select_terms(
 ) -> Terms:
     """Return the terms that the objective has; none if the weight is 0. A divergence of None means the labels' loss."""
     terms = Terms({})
+    # Left out, not computed with the factor 0: a term that is there has the models run their heads.
     if weight == 0:
         return terms
+    # A text with next-sentence targets has both terms, with the same weight.
     if objective.tokens:
         terms |= Terms({token_term.name: weight}, token_terms=(token_term,))
     targets = objective.targets

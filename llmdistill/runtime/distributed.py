@@ -124,6 +124,8 @@ def init_distributed(command: str = "") -> World:
     with joining(COLLECTIVE_TIMEOUT):
         deepspeed.init_distributed(timeout=COLLECTIVE_TIMEOUT)
     if _control is None and dist.get_world_size() > 1:
+        # Objects and barriers go over the CPUs: NCCL would copy them through the GPU, in turn with the step's own
+        # collectives.
         _control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         _node = NodeRanks(_control)
     device = torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
@@ -228,6 +230,7 @@ def on_main(job: Callable[[], Value]) -> Value:
             if world.size == 1:
                 raise
             failure, error = _of_all_ranks(caught), caught
+    # Also after a failure: the other ranks wait here, and would wait for a rank that has left.
     value, failure = broadcast_object((value, failure))
     if failure is not None:
         # On rank 0 a UserError is the copy that says `everywhere`; any other exception has its own traceback.
@@ -249,6 +252,7 @@ def on_every(job: Callable[[], Value]) -> Value:
         if world.size == 1:
             raise
         failure = _of_all_ranks(error)
+    # The first by rank, so that all ranks raise the same one.
     first = next((error for error in gather_objects(failure) if error is not None), None)
     if first is not None:
         raise first
@@ -314,6 +318,7 @@ def largest_later(number: int) -> Callable[[], int]:
     Every rank must call both. No device is involved, so the host waits for nothing but the other hosts.
     """
     world = World.current()
+    # On the CPU, so that a GPU's queue is not waited for.
     largest = torch.tensor(number)
     work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control, async_op=True) if world.size > 1 else None
 

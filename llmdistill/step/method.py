@@ -52,6 +52,7 @@ class Terms:
 
     def __or__(self, other: Terms) -> Terms:
         """Combine the terms of both."""
+        # Within one method the names differ; `combine` gives those of two methods a prefix.
         return Terms(
             {**self.weights, **other.weights},
             (*self.layer_terms, *other.layer_terms),
@@ -85,6 +86,7 @@ class Method(Terms):
     def positions(self) -> Mapping[str, Positions]:
         """The kind of positions that each term sums over. Its global count is known before the first backward pass."""
         positions = {term.name: term.positions for term in self.terms}
+        # In the order of the log; terms of one name, of several layers, sum over the same positions.
         return {name: positions[name] for name in self.weights}
 
     @cached_property

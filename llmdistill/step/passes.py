@@ -69,6 +69,7 @@ class HookSums:
         self.handles: list[RemovableHandle] = []
         self.mask = torch.empty(0)
         """(B, T), the positions of the pass that count."""
+        # fp64 counts exactly up to 2^53; fp32 would stop at 17 million tokens.
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         """The number of tokens so far."""
         self.phase: Literal["store", "drop", "recompute"] = "store"
@@ -226,6 +227,7 @@ def run_passes(
         step: the work on a batch, which is on the model's device, such as a forward and a backward pass.
         passes: the number of passes, and their report.
     """
+    # A list, because a rank with fewer batches begins again. Evaluation mode, because dropout would change the moments.
     batches, training = list(batches), model.training
     model.eval()
     total = max(len(batches), passes.rounds) if batches else 0

@@ -125,11 +125,13 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
         scored -= {"teacher"}  # there is none, or none is loaded: its outputs come from elsewhere
 
     def score(name: str, folder: Path) -> None:
+        # `params` is known when the student is made, which is before any student is scored.
         if name in scored:
             dtype, head = plan.models.dtype, plan.task.head or "lm_head"
             load = partial(load_model, str(folder), dtype=dtype, device=world.device, head=head)
             summaries[name] = book.score(name, load, data.tokenizer, params=params)
 
+    # Loaded at its first use, which may be to score it, to make the student, or in the steps.
     teacher = TeacherOnDemand(plan)
     if "teacher" in scored:
         summaries["teacher"] = book.score(
@@ -203,10 +205,12 @@ def _open_training(
     loss_modes = trainer.check_losses(start, known)
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps)
     with log.activity, monitors(plan.config, monitor_of(trainer.engine), start) as log.monitor:
+        # Where methods are compared by their validation loss, it must not be the loss of each method's own.
         method = make_sft() if plan.task.validates_labels else plan.method
         validation = Validation(trainer, data.validation(assemble.share_of(plan)), method, plan.folder)
         if best is not None:
             on_main(lambda: best.check_resumed(start))
+        # The loss of the untrained student, at which the curve begins; a resumed run has logged it already.
         if start == 0 and validation.batches and not plan.task.validates_labels:
             log.add_figures(0, {"valid_loss": validation.loss()})
         health, rows = Health.of(plan, trainer, log.rows), LogRows(log, trainer)
@@ -236,6 +240,7 @@ def _open_training(
         with signals.waiting():
             yield trainer, start, callbacks
     if world.is_main:
+        # The weights as the server of the rollouts has read them; from now on it gets no others.
         shutil.rmtree(plan.folder / HANDED_OVER, ignore_errors=True)
     report = data.after_training(loader)
     if report is not None:
@@ -244,6 +249,7 @@ def _open_training(
         assemble.student_saver(plan, untrained, trainer.engine)(trained)
     else:
         print_main(f"Student     {describe_best(best.move_to(trained))}")
+    # After saving, which gathers the weights from the engine.
     trainer.engine.destroy()
 
 
