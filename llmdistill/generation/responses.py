@@ -93,6 +93,7 @@ def generate_responses(
             belongs to another request.
     """
     job = _prepare(model, data, output, settings)
+    # Rank 0 decides what is left, because all ranks share the batches by their place in one list.
     request, finished, done = on_main(lambda: _claim(job))
     if finished:
         say(f"{output} holds these answers already; nothing to do.", aside=True)
@@ -158,6 +159,7 @@ def _answer(job: _Job, left: list[int]) -> None:
     """Generate this rank's share of the remaining batches."""
     # In turn, because batches are sorted by length: neighbors take about the same time.
     share = left[World.current().rank :: World.current().size]
+    # Before the weights are loaded.
     if not share:
         return
     settings, folder, dtype = job.settings, locate(job.teacher), TORCH_DTYPES[job.settings.dtype]

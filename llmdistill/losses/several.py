@@ -60,6 +60,7 @@ class SeveralHeads(NamedTuple):
             return torch.cat(parts).index_select(0, rows_n)
         average_nV: Tensor | None = None
         for head, weight in zip(self.heads, self.weights, strict=True):
+            # At temperature 1: a divergence softens the average, not what goes into it.
             log_p_nV = exact_logits(head, here).log_softmax(-1)
             if self.average == "probabilities":
                 # log Σ w p, one teacher after the other: only two tensors of logits exist at a time.
@@ -69,6 +70,7 @@ class SeveralHeads(NamedTuple):
                 average_nV = weighted_nV
             else:
                 weighted_nV = log_p_nV.mul_(weight)
+                # Not a distribution yet; the softmax of whoever takes these logits makes it one.
                 average_nV = weighted_nV if average_nV is None else average_nV.add_(weighted_nV)
         assert average_nV is not None, "there is no teacher"
         return average_nV

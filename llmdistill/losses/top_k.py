@@ -44,11 +44,13 @@ def soften(teacher: TopK, temperature: float) -> Tensor:
             f"a term compares at temperature {temperature:g}, and the teacher gives the mass of its less likely tokens "
             f"at {known}: take such a temperature, or a teacher that gives its whole distributions"
         )
+    # Log-probabilities are logits but for a constant of their row, so this is the softmax of the logits at t.
     return torch.cat([teacher.log_probs / temperature, rest_N[:, None]], dim=1).log_softmax(-1)
 
 
 def merge(log_q_NV: Tensor, tokens_Nk: Tensor) -> Tensor:
     """Return the student's log-probabilities of these tokens, and last that of all others together, (N, k + 1)."""
+    # -inf takes the k tokens out of the sum, and gives them no gradient through it.
     rest_NV = log_q_NV.scatter(1, tokens_Nk, float("-inf"))
     return torch.cat([log_q_NV.gather(1, tokens_Nk), rest_NV.logsumexp(-1, keepdim=True)], dim=1)
 

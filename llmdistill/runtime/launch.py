@@ -113,6 +113,7 @@ def run_ranks(command: Sequence[str], count: int) -> None:
                 # A rank that is not ready for Ctrl-C would print a traceback; it gets the launcher's SIGTERM instead.
                 ranks.append(subprocess.Popen(command, env=environment, preexec_fn=ignore_interrupts))
             code, told, kill_at = 0, 0, math.inf
+            # Polled, because to wait for one rank would be not to see another one fail.
             while running := [rank for rank in ranks if rank.poll() is None]:
                 code = code or _first_code(ranks)
                 fails = code != 0 and kill_at == math.inf

@@ -60,6 +60,8 @@ def handling() -> Iterator[None]:
         return
     global _state
     _state = state = _State()
+    # Python runs its handlers in the main thread, between two instructions. While that waits in a library, the thread
+    # behind this socket is the only one that hears of a signal.
     reader, writer = socket.socketpair()
     writer.setblocking(False)  # a signal handler must not wait, and set_wakeup_fd takes nothing else
     before = set_handlers(_handle)

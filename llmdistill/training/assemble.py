@@ -181,6 +181,7 @@ def prepare_loader(
 
         loader = RequestingLoader(loader, teacher.request) if isinstance(teacher, AsyncTeacher) else loader
         return PrefetchingLoader(loader, steps=config.train.steps, device=world.device, prepare=prepare)
+    # Not a step ahead, as above: the student answers with the weights that the step before has left.
     save = student_saver(plan, student_folder, engine)
     answered = make_rollout_loader(plan, loader, engine, data.tokenizer, save)
     return RequestingLoader(answered, teacher.request) if isinstance(teacher, AsyncTeacher) else answered
@@ -199,6 +200,7 @@ def make_trainer(
         trained_by = plan.source.build(TeacherRun(plan, data, teacher))
     embeddings = None
     if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
+        # Of the student before the engine, which may shard its weights or round them.
         untrained = partial(load_student, plan, student_folder, torch.float32)
         embeddings = nearest_rotation(method, untrained, trained_by, data.teacher_examples())
     # The hooks come last, because they must wrap those of DeepSpeed.

@@ -140,6 +140,7 @@ def make_plan(
     Raises UserError if the settings are invalid or contradict each other.
     """
     check_settings(config)
+    # From cheap to dear: the settings above, the ds_config, the models' configurations, and the tokenizers last.
     pending = pending or {}
     world_size = launched_ranks() if ranks is None else ranks
     given = read_ds_config(config.ds_config)
@@ -154,6 +155,8 @@ def make_plan(
     models = _plan_models(config, task, dtype, before, pending)
     learning = _plan_method(config, task, models)
     method = learning.method
+    # Where no term needs a teacher, the student may still be made from `teacher.model`; further ones are for terms
+    # alone.
     teachers = models.teachers if method.needs_teacher else {"": models.teachers[""]}
     tokens = _plan_tokens(config, task, models._replace(teachers=teachers), learning, before, pending)
     config = with_prompt(config) if before is None else _set_prompt(config, before.config.data.prompt)

@@ -141,6 +141,7 @@ class Measurement:
             decomposed = self._decompose(owners, wanted, moments)
             share = (time.perf_counter() - began) / len(owners)
             for name, owner in owners.items():
+                # One at a time: rank 0 keeps it, mostly on the disk, before the next one arrives.
                 factors = to_main(decomposed.pop(name, None), owner)
                 if factors is not None:
                     keep(name.removeprefix(prefix), factors, share)

@@ -177,6 +177,7 @@ class FiniteSteps:
             if wrong
         ]
         causes = [each for of_rank in gather_objects(own) for each in of_rank]
+        # On every rank, because the forward passes of a sharded model need all of them.
         origins = gather_objects(self.trainer.describe_origin(step.number, step.batches))
         guilty = causes[0].rank if causes else 0
         folder = self.folder / NOT_FINITE / f"step-{step.number}"
