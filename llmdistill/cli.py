@@ -120,6 +120,7 @@ def compress(arguments: Sequence[str]) -> None:
     limits = {key: value for key, value in parsed.data.as_dict().items() if value != unchanged[key]}
     from llmdistill.students.counting import build_reference, count_parameters  # after --help, as it loads torch
     from llmdistill.students.reconstruction import as_lines, by_kind
+    from llmdistill.students.sizes import describe_ranks
 
     quiet_transformers()
     result = llmdistill.sizes(parsed.model, method=parsed.method, **settings)
@@ -148,6 +149,8 @@ def compress(arguments: Sequence[str]) -> None:
         *("teacher_params", "student_params", "ratio", "rank"),
         *("flops_per_token", "teacher_flops_per_token", "settings"),
     )
+    if not parsed.json and result.get("rank", 0) is None:
+        result["rank"] = describe_ranks(result)
     _show(result, parsed.json, [key for key in shown if key in result])
     if not parsed.json and not parsed.dry_run and lost:
         print_result(as_lines(lost))

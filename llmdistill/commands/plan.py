@@ -239,11 +239,13 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     from llmdistill.planning.choices import best_of_each, gigabytes
     from llmdistill.planning.layout import Duration
     from llmdistill.report.tables import print_table
+    from llmdistill.students.sizes import describe_ranks
 
     train, sizes, cache = plan.config.train, plan.models.sizes, _find_cache(choices)
+    ranks = describe_ranks(sizes)
     print_result(
         f"Teacher    {plan.config.teacher.model}, {sizes['teacher_params']:,} parameters\n"
-        f"Student    {sizes['method']}, {sizes['student_params']:,} parameters\n"
+        f"Student    {sizes['method']}, {sizes['student_params']:,} parameters{ranks and f', rank {ranks}'}\n"
         f"Step       {train.global_batch_size} sequences of {plan.config.data.max_length} tokens, "
         f"{' + '.join(plan.config.methods())}, {str(plan.models.dtype).removeprefix('torch.')}\n"
         f"Machine    {about_machine(machine)}\n"

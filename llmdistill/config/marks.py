@@ -74,6 +74,17 @@ def replaced_by(key: str, *values: Any) -> dict[Any, Any]:
     return {REPLACED_BY: {key: values}}
 
 
+def earlier_default(value: Any) -> dict[Any, Any]:
+    """Mark a setting whose default was another one in earlier versions: what their records mean that do not have it."""
+    return {"earlier default": value}
+
+
+def earlier_defaults(config: type[Any]) -> dict[str, Any]:
+    """Return the values that records of earlier versions mean by leaving a setting out, by dotted key."""
+    mark = "earlier default"
+    return {key: field.metadata[mark] for key, field in settings_of(config).items() if mark in field.metadata}
+
+
 def settings_of(config: type[Any], prefix: str = "") -> dict[str, Field[Any]]:
     """Return every field by its dotted key, in their order, each section before its own fields."""
     by_key, kinds = dict[str, Field[Any]](), get_type_hints(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from llmdistill.config.marks import COMMON, FREE, OVER_0, SHARE_BELOW_1, at_least, replaces, takes
+from llmdistill.config.marks import COMMON, FREE, OVER_0, SHARE_BELOW_1, at_least, earlier_default, replaces, takes
 
 FactorizeMethod = Literal["svd", "kronecker"]
 """Kinds of factorization."""
@@ -13,6 +13,8 @@ Allocation = Literal["uniform", "loss"]
 """Ways to spend a number of parameters on the ranks."""
 FactorForm = Literal["plain", "pivoted"]
 """Ways to store a product of a low rank."""
+RankMultiple = int | Literal["auto"]
+"""The number of which ranks are multiples; auto chooses it by the shape of the matrix."""
 
 _OTHER_SIZES = replaces(*(f"student.factorize.{name}" for name in ("rank", "ranks", "target_params", "shapes")))
 _NO_SEARCH = replaces("student.factorize.allocation", "student.factorize.max_flops")
@@ -69,8 +71,9 @@ class FactorizeConfig:
     """svd: rank for each module pattern, as {glob over module names: rank}; the first pattern that matches is used."""
     target_params: str | int | float | None = field(default=None, metadata=COMMON | _OTHER_SIZES)
     """Largest number of parameters of the student: a number (690000000), a short form (0.69B, 77.25M) or a share of
-    the teacher's (62%). svd takes the largest single rank that stays below it; kronecker, only in `llmdistill
-    compress`, takes the shapes with the smallest error on the weights, estimated from the weights of three layers."""
+    the teacher's (62%). svd takes the largest single rank that stays below it, rounded by rank_multiple; kronecker,
+    only in `llmdistill compress`, takes the shapes with the smallest error on the weights, estimated from the weights
+    of three layers."""
     embedding_rank: int | None = None
     """svd: also factorize the token embedding (and a head that is tied to it) to this rank; a weighting counts its
     rows by how often their tokens occur and, with gradients, its columns too."""
@@ -91,8 +94,13 @@ class FactorizeConfig:
     allocation: Allocation = "uniform"
     """svd: how target_params is spent. uniform: one rank for all matrices; loss: on the ranks that save most of the
     predicted loss, which needs weighting gradients."""
-    rank_multiple: int = field(default=1, metadata=at_least(1))
-    """svd: allocation loss takes ranks that are multiples of this number; 8 or 64 suit a GPU's matrix units."""
+    rank_multiple: RankMultiple = field(
+        default="auto",
+        metadata=takes(lambda value: value == "auto" or value >= 1, "give auto, or 1 or more") | earlier_default(1),
+    )
+    """svd: target_params is spent on ranks that are multiples of this number, for the matrix units of a GPU. auto: 64
+    where the smaller side of a matrix is 1,024 or more, 8 from 256 on, and 1 below; ranks under 64 or 8 take the next
+    smaller of these. 1: exact ranks. A rank or ranks that are given stay as they are."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     """The data of a weighted factorization; student.init important uses the same settings."""
     shapes: dict[str, str] | None = field(default=None, metadata=_OTHER_SIZES | _NO_SEARCH)

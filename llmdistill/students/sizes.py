@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from decimal import Decimal
@@ -37,7 +38,7 @@ from llmdistill.students.install import install, is_factorized, tied_heads, toke
 from llmdistill.students.kinds import KINDS, Factorization, kind_name
 from llmdistill.students.kronecker import KroneckerShape, check_shape, dense_flops, kronecker_flops, parse_kronecker
 from llmdistill.students.modules import check_columns
-from llmdistill.students.svd import factor_params, largest_rank
+from llmdistill.students.svd import factor_params, largest_rank, rank_unit, useful_ranks
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "svd": (
@@ -199,10 +200,19 @@ def summarize(
     }
 
 
+def describe_ranks(sizes: Mapping[str, Any]) -> str:
+    """Describe the ranks in what `summarize` returns, such as "576 to 640"; "" without any."""
+    ranks = sizes.get("ranks") or {}
+    if isinstance(ranks, str) or not ranks:
+        return ranks or ""
+    least, most = min(ranks.values()), max(ranks.values())
+    return str(least) if least == most else f"{least} to {most}"
+
+
 def rank_budget(model: PreTrainedModel, settings: FactorizeConfig, dense: Collection[str] = ()) -> int:
     """Return the number of parameters that target_params leaves for the layers' linears, without those that stay dense.
 
-    `dense` are names in the base model. Raises UserError if rank_multiple for every other linear has more.
+    `dense` are names in the base model. Raises UserError if the smallest rank for every other linear has more.
     """
     assert settings.target_params is not None
     if _matrices(model, settings).keys() != layer_linears(model).keys():
@@ -213,13 +223,17 @@ def rank_budget(model: PreTrainedModel, settings: FactorizeConfig, dense: Collec
     shapes = {base_name(model, name): shape for name, shape in layer_linears(model).items()}
     fixed = fixed_params(model, settings) + sum(m * n for m, n in (shapes.pop(name) for name in dense))
     budget = parse_target(settings.target_params, count_parameters(model)) - fixed
-    smallest = sum(factor_params(m, n, settings.rank_multiple, settings.form) for m, n in shapes.values())
+    smallest, multiple = 0, settings.rank_multiple
+    for m, n in shapes.values():
+        ranks = useful_ranks(m, n, multiple, settings.form)
+        smallest += factor_params(m, n, ranks[0], settings.form) if ranks else m * n
     if smallest > budget:
+        rank, remedy = (1, "") if multiple == "auto" else (multiple, "lower rank_multiple, ")
         what = f"every linear but {', '.join(dense)}, which the calibration data never run" if dense else "every linear"
         raise UserError(
-            f"target_params {settings.target_params} is out of reach: rank {settings.rank_multiple} for {what}, "
-            f"the smallest allocation, has {smallest + fixed:,} parameters; raise the target, "
-            "lower rank_multiple, or factorize the token embedding too (embedding_rank)"
+            f"target_params {settings.target_params} is out of reach: rank {rank} for {what}, the smallest "
+            f"allocation, has {smallest + fixed:,} parameters; raise the target, {remedy}or factorize the token "
+            "embedding too (embedding_rank)"
         )
     return budget
 
@@ -286,8 +300,10 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
         fixed = fixed_params(model, settings)
 
         def total(rank: int) -> int:
-            sizes = (count * factor_params(m, n, rank, settings.form) for count, (m, n) in matrices.values())
-            return fixed + sum(sizes)
+            ranks, form = _spread(linears, rank, settings), settings.form
+            return fixed + sum(
+                count * factor_params(m, n, ranks[name], form) for name, (count, (m, n)) in matrices.items()
+            )
 
         # A larger rank never has fewer parameters, so bisection finds the largest within the target; 0 if none is.
         rank = bisect_right(range(1, largest + 1), target, key=total)
@@ -303,9 +319,30 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
             _check_rank("rank", name, rank, shape, settings.form)
     else:
         return {}
-    ranks = {name: rank for name, (m, n) in linears.items() if rank <= largest_rank(m, n, settings.form)}
+    # A rank that is given stays what the user typed; one that follows from a target is rounded.
+    ranks = dict.fromkeys(linears, rank) if settings.rank is not None else _spread(linears, rank, settings)
+    ranks = {name: ranks[name] for name, (m, n) in linears.items() if ranks[name] <= largest_rank(m, n, settings.form)}
     if not ranks:
         raise UserError(f"rank {rank} makes no matrix smaller; the largest that does in this model is {largest}")
+    return ranks
+
+
+def _spread(linears: Mapping[str, Shape], rank: int, settings: FactorizeConfig) -> dict[str, int]:
+    """Return one rank as multiples: of each kind of matrix some layers have the next lower and some the next higher.
+
+    Over the layers they add up to the rank but for less than one multiple, so that the parameters are spent. They never
+    have more parameters than the rank itself, and never more for a smaller rank. A matrix that the rank would enlarge
+    keeps it.
+    """
+    ranks, seen = dict[str, int](), Counter[tuple[str, Shape]]()
+    for name, (m, n) in linears.items():
+        unit, largest = rank_unit(m, n, rank, settings.rank_multiple), largest_rank(m, n, settings.form)
+        kind = re.sub(r"\.\d+\.", ".*.", name), (m, n)
+        layer = seen[kind]
+        seen[kind] += 1
+        # The ranks of the first layers add up to the largest multiple that is not over their number times the rank.
+        rounded = unit * ((layer + 1) * rank // unit - layer * rank // unit)
+        ranks[name] = rank if rank > largest else rounded if rounded <= largest else rank - rank % unit
     return ranks
 
 

@@ -21,7 +21,7 @@ from scipy.linalg import qr
 from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
 
-from llmdistill.config.student import FactorForm
+from llmdistill.config.student import FactorForm, RankMultiple
 
 FULL_SVD_SIDE = 512
 """A matrix whose smaller side is at most this uses the full SVD in fp64, which is fast enough at this size."""
@@ -190,6 +190,28 @@ def factor_params(m: int, n: int, rank: int, form: FactorForm = "plain") -> int:
     if rank > largest_rank(m, n, form):
         return m * n
     return rank * (m + n) if form == "plain" else rank * (m + n - rank)
+
+
+def rank_unit(m: int, n: int, rank: int, multiple: RankMultiple) -> int:
+    """Return the number of which ranks near this one are multiples in an (m, n) matrix; at most the rank.
+
+    The matrix units of a GPU multiply numbers by eights, and tiles of 64; a rank of 65 takes the time of 128. In a
+    narrow matrix such steps would be too large a share of the rank.
+    """
+    if multiple != "auto":
+        return multiple if multiple <= rank else 1
+    return next(unit for unit, side in ((64, 1024), (8, 256), (1, 1)) if side <= min(m, n) and unit <= rank)
+
+
+def useful_ranks(m: int, n: int, multiple: RankMultiple = 1, form: FactorForm = "plain") -> list[int]:
+    """Return the ranks that an (m, n) matrix may have, ascending; each has fewer numbers than the matrix.
+
+    A `multiple` that is given is also the smallest rank, where the matrix has so large a one.
+    """
+    largest = largest_rank(m, n, form)
+    if multiple != "auto":
+        return list(range(multiple, largest + 1, multiple)) or ([largest] if largest > 0 else [])
+    return [rank for rank in range(1, largest + 1) if rank % rank_unit(m, n, rank, multiple) == 0]
 
 
 def largest_rank(m: int, n: int, form: FactorForm = "plain") -> int:

@@ -44,6 +44,7 @@ from llmdistill.training.resolved import (
     tokenizer_path,
 )
 from llmdistill.training.rules import check_settings
+from llmdistill.training.run_folder import with_earlier_defaults
 from llmdistill.training.trackers import check_libraries
 
 
@@ -139,6 +140,7 @@ def make_plan(
     the configurations of other models that may not exist yet, by path. `ranks` is by default that of the launcher.
     Raises UserError if the settings are invalid or contradict each other.
     """
+    config = with_earlier_defaults(config)
     check_settings(config)
     # From cheap to dear: the settings above, the ds_config, the models' configurations, and the tokenizers last.
     pending = pending or {}

@@ -11,8 +11,9 @@ from typing import IO, Any
 
 from llmdistill.artifacts import as_json, compare_records, read_record
 from llmdistill.config import RunConfig
-from llmdistill.config.command_line import to_dict
-from llmdistill.config.marks import find_marked
+from llmdistill.config.command_line import build, set_value, to_dict
+from llmdistill.config.marks import earlier_defaults, find_marked, settings_of
+from llmdistill.config.strict import flatten
 from llmdistill.config.teacher import OneTeacher, others_of
 from llmdistill.data.references import data_fingerprint
 from llmdistill.errors import UserError
@@ -151,8 +152,11 @@ def _compare(folder: Path, old: Mapping[str, Any] | None, new: dict[str, Any], *
     """
     if old is not None:
         settings = {name: METHODS[name].settings for name in new["config"] if name in METHODS}
-        defaults = RunConfig(method_settings={name: kind() for name, kind in settings.items() if kind is not None})
-        old = {**old, "config": _complete(old["config"], new["config"], as_json(to_dict(defaults)))}
+        methods = {name: kind() for name, kind in settings.items() if kind is not None}
+        defaults = to_dict(RunConfig(method_settings=methods))
+        for key, value in earlier_defaults(RunConfig).items():
+            set_value(defaults, key, value)
+        old = {**old, "config": _complete(old["config"], new["config"], as_json(defaults))}
         was, now = old["config"]["train"], new["config"]["train"]
         earlier = {key: list(old.get(key, ())) for key in (_RATES, _STEPS)}
         changed: dict[str, Any] = {}
@@ -187,10 +191,30 @@ def _read(folder: Path) -> dict[str, Any] | None:
     return read_record(folder / RUN_FILE, remedy=remedy, keys={"config": dict, "inputs": dict, "ds_config": dict})
 
 
+def with_earlier_defaults(config: RunConfig) -> RunConfig:
+    """Return the settings with which the run in the folder began, where a default has changed in between.
+
+    The same command then goes on with a run of an earlier version. Raises UserError for a damaged record.
+    """
+    record = None if config.output_dir is None else _read(Path(config.output_dir))
+    if record is None:
+        return config
+    values, fields = to_dict(config), settings_of(RunConfig)
+    given, recorded = flatten(values), flatten(record["config"])
+    back = {
+        key: earlier
+        for key, earlier in earlier_defaults(RunConfig).items()
+        if given[key] == fields[key].default and recorded.get(key, earlier) == earlier
+    }
+    for key, earlier in back.items():
+        set_value(values, key, earlier)
+    return build(values, RunConfig, METHODS) if back else config
+
+
 def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     """Return the metrics of a finished run, None if it is unfinished or lacks scores; a UserError if it is another."""
     assert config.output_dir is not None
-    folder = Path(config.output_dir)
+    config, folder = with_earlier_defaults(config), Path(config.output_dir)
     remedy = "remove the file, and the run is finished again"
     metrics = read_record(folder / METRICS_FILE, remedy=remedy, keys={"asked": dict})
     record = _read(folder)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmdistill.config.student import FactorForm
+from llmdistill.config.student import FactorForm, RankMultiple
 from llmdistill.errors import UserError
 from llmdistill.students.kinds import Sigma, low_rank_values
 from llmdistill.students.start.moments import Moments
-from llmdistill.students.svd import determine_vectors, factor_params, largest_rank, truncated_svd
+from llmdistill.students.svd import determine_vectors, factor_params, truncated_svd, useful_ranks
 
 if TYPE_CHECKING:
     from llmdistill.students.start.weighted_embedding import WeightedTable
@@ -239,29 +239,27 @@ def check_calibration_data(weighting: str, data: object) -> None:
 
 
 def allocate(
-    factors: Mapping[str, WeightedSVD], budget: int, *, multiple: int = 1, form: FactorForm = "plain"
+    factors: Mapping[str, WeightedSVD], budget: int, *, multiple: RankMultiple = 1, form: FactorForm = "plain"
 ) -> dict[str, int | None]:
     """Return ranks with which the predicted loss is nearly the lowest, and None for a matrix that stays dense.
 
     It is a greedy solution of a knapsack, which is not always the best one where few steps fill the budget: of 300
-    random cases of three small matrices it was in 257. Each matrix starts with the rank `multiple` (or the largest
-    useful one below it). The budget is then spent on the matrix whose next step saves most of the loss per parameter; a
-    step is to the next multiple or to the dense matrix. What is left at the end goes to the best steps that still fit.
+    random cases of three small matrices it was in 257. Each matrix starts with the smallest of its `useful_ranks`. The
+    budget is then spent on the matrix whose next step saves most of the loss per parameter; a step is to the next
+    useful rank or to the dense matrix. What is left at the end goes to the best steps that still fit.
 
     Args:
         factors: the factors of each matrix, up to its largest useful rank.
         budget: the number of parameters of all matrices together, enough for the first ranks (`sizes.rank_budget`).
-        multiple: ranks are multiples of this number.
+        multiple: ranks are multiples of this number, which auto chooses for each matrix.
         form: the form of the factors.
     """
     options: dict[str, _Options] = {}
     for name, svd in factors.items():
         (m, n), costs = svd.shape, svd.costs()
-        largest = min(largest_rank(m, n, form), len(svd.values))
-        # A rank above `largest` has no fewer parameters than the dense matrix, which is the last option.
-        ranks = list(range(multiple, largest + 1, multiple)) or ([largest] if largest > 0 else [])
+        ranks = [rank for rank in useful_ranks(m, n, multiple, form) if rank <= len(svd.values)]
         factored = ((factor_params(m, n, rank, form), costs[rank], rank) for rank in ranks)
-        options[name] = [*factored, (m * n, 0.0, None)]
+        options[name] = [*factored, (m * n, 0.0, None)]  # a larger rank has no fewer parameters than the dense matrix
     chosen = dict.fromkeys(options, 0)
     spent = sum(steps[0][0] for steps in options.values())
     heap = [step for name in options for step in _list_steps(options[name], 0, name)]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def tiny_llama(**changes):
     # MaKD_64's 24.1M needs the embedding too; ranks 394 to 397 round to it.
     (BertConfig(), {"rank": 64, "embedding_rank": 395}, 109_482_240, 24_083_070),
     # k_proj and v_proj (2048×512) stay dense: they shrink at ranks under 410 only.
-    (LlamaConfig(**LLAMA_1B), {"target_params": "0.69B"}, 1_235_814_400, 689_768_448),
+    (LlamaConfig(**LLAMA_1B), {"target_params": "0.69B", "rank_multiple": 1}, 1_235_814_400, 689_768_448),
 ])  # fmt: skip
 def test_published_counts(config, settings, teacher, student):
     summary = summarize(config, FactorizeConfig(**settings))
@@ -108,6 +109,51 @@ def test_target_is_the_largest_rank_below(tie, embedding_rank, form):
     for rank in range(4, 8):
         assert count({"target_params": str(by_rank[rank])}) == by_rank[rank]
         assert count({"target_params": str(by_rank[rank + 1] - 1)}) == by_rank[rank]
+
+
+def wide_llama(width, layers=5):
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "vocab_size": 64}
+    return meta(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("form", ["plain", "pivoted"])
+@pytest.mark.parametrize("target", ["30%", "60%", "93%"])
+@pytest.mark.parametrize(("width", "multiple", "units"), [
+    (1024, "auto", {1024: 64, 256: 8}), (512, "auto", {512: 8, 128: 1}), (128, "auto", {128: 1, 32: 1}),
+    (512, 1, {512: 1, 128: 1}), (512, 48, {512: 48, 128: 48}),
+])  # fmt: skip
+def test_a_target_is_spent_on_multiples(width, multiple, units, target, form):
+    model, settings = wide_llama(width), {"target_params": target, "form": form}
+    shapes = {
+        name: tuple(model.get_submodule(name).weight.shape) for name in plan(model, FactorizeConfig(rank=1)).sizes
+    }
+    ranks = plan(model, FactorizeConfig(**settings, rank_multiple=multiple)).sizes
+    exact = plan(model, FactorizeConfig(**settings, rank_multiple=1)).sizes
+    (rank,) = set(exact.values())
+    for name, given in ranks.items():
+        unit = units[min(shapes[name])]
+        assert given % (unit if given >= unit else 8 if unit == 64 else 1) == 0
+        assert abs(given - rank) <= 2 * unit
+
+    def count(sizes):
+        student = wide_llama(width)
+        install(student, replace(plan(student, FactorizeConfig(rank=1, form=form)), sizes=sizes))
+        return count_parameters(student)
+
+    most, spent, spent_exactly = parse_target(target, count_parameters(model)), count(ranks), count(exact)
+    # The next rank takes one more row and column of each matrix, and each kind of matrix may be short of one multiple.
+    steps = sum(sum(shape) + units[min(shape)] * sum(shape) * (".0." in name) for name, shape in shapes.items())
+    assert most - steps < spent <= most
+    assert spent_exactly <= most
+    # A target of what was spent gives the same student, as comparisons of starts rely on.
+    assert (
+        plan(model, FactorizeConfig(**{**settings, "target_params": str(spent)}, rank_multiple=multiple)).sizes == ranks
+    )
+
+
+def test_a_rank_that_is_given_stays():
+    assert set(plan(wide_llama(1024), FactorizeConfig(rank=101)).sizes.values()) == {101}
+    assert set(plan(wide_llama(1024), FactorizeConfig(ranks={"*.q_proj": 101})).sizes.values()) == {101}
 
 
 def test_parse_target():

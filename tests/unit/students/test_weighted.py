@@ -22,7 +22,7 @@ from llmdistill.students.start.weighted import (
 )
 from llmdistill.students.start.weighted_embedding import COLUMN_DAMPING, ROW_DAMPING, TableMoments, weighted_table
 from llmdistill.students.start.weighted_kronecker import WeightedKronecker, weighted_kronecker
-from llmdistill.students.svd import factor_params, largest_rank
+from llmdistill.students.svd import factor_params, largest_rank, useful_ranks
 
 TOKENS = 200
 
@@ -151,6 +151,28 @@ def test_allocation_is_as_good_as_trying_all(budget, multiple, form):
     # Greedy steps of unequal prices may leave a few parameters unused; the loss stays near the optimum.
     assert loss <= best * 1.35 + 1e-9
     assert budget - spent < multiple * 16
+
+
+@pytest.mark.parametrize(("side", "multiples"), [(1024, (64, 8)), (1023, (8, 1)), (256, (8, 1)), (255, (1, 1))])
+def test_the_multiple_of_a_matrix_follows_from_its_smaller_side(side, multiples):
+    unit, next_unit = multiples
+    for m, n in ((side, 2 * side), (3 * side, side)):
+        ranks = useful_ranks(m, n, "auto")
+        assert ranks[0] == 1, "no target is out of reach that exact ranks reach"
+        assert all(rank % unit == 0 for rank in ranks if rank >= unit)
+        assert all(rank % next_unit == 0 for rank in ranks if next_unit <= rank < unit)
+        assert ranks[-1] * (m + n) < m * n <= (ranks[-1] + unit) * (m + n)
+
+
+def test_ranks_by_loss_are_multiples_where_the_matrix_is_wide():
+    def decaying(m, n):
+        return spectrum_of(m, n, torch.logspace(0, -2, min(m, n)).tolist())
+
+    factors = {"wide": decaying(512, 256), "narrow": decaying(128, 96)}
+    budget = int(0.4 * (512 * 256 + 128 * 96))
+    exact, rounded = (allocate(factors, budget, multiple=multiple) for multiple in (1, "auto"))
+    assert rounded["wide"] % 8 == 0 != exact["wide"] % 8
+    assert 0 < budget - sum(rank * sum(factors[name].shape) for name, rank in rounded.items()) < 128 + 96
 
 
 def test_a_matrix_that_matters_gets_the_budget_and_stays_dense():

@@ -16,6 +16,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import temporary_folder
 from llmdistill.methods import METHODS
 from llmdistill.runtime.distributed import World
+from llmdistill.training.plan import make_plan
 from llmdistill.training.run_folder import (
     claim_folder,
     finished_metrics,
@@ -145,3 +146,23 @@ def test_temporary_folders_of_killed_processes_are_removed(parse, tmp_path):
     with temporary_folder(run / "inputs" / "student") as living:  # of a call from Python that prepares the same run
         claim(parse())
         assert [each.name for each in run.rglob("*.part")] == [living.name]
+
+
+@pytest.mark.parametrize("recorded", [{"rank_multiple": 1}, {}], ids=["default", "unknown"])
+def test_a_run_of_a_version_with_other_defaults_goes_on_with_them(parse, tmp_path, recorded):
+    config, file = make_plan(parse()).asked, tmp_path / "run" / "run.json"
+    assert config.student.factorize.rank_multiple == "auto"
+    claim(config)
+    record = json.loads(file.read_text())
+    factorize = record["config"]["student"]["factorize"]
+    del factorize["rank_multiple"]
+    factorize |= recorded
+    file.write_text(json.dumps(record))
+    refuses("rank_multiple was 1 and is now auto", claim, config)
+    metrics = finish(config)
+    assert finished_metrics(config) == metrics
+    as_before = make_plan(parse()).asked
+    assert as_before.student.factorize.rank_multiple == 1
+    claim(as_before)
+    assert make_plan(parse("--student.factorize.rank_multiple", "8")).config.student.factorize.rank_multiple == 8
+    assert make_plan(parse(folder="other")).config.student.factorize.rank_multiple == "auto"
