@@ -202,9 +202,9 @@ def summarize(
 
 def describe_ranks(sizes: Mapping[str, Any]) -> str:
     """Describe the ranks in what `summarize` returns, such as "576 to 640"; "" without any."""
-    ranks = sizes.get("ranks") or {}
-    if isinstance(ranks, str) or not ranks:
-        return ranks or ""
+    ranks: str | Mapping[str, int] = sizes.get("ranks") or ""
+    if isinstance(ranks, str):
+        return ranks
     least, most = min(ranks.values()), max(ranks.values())
     return str(least) if least == most else f"{least} to {most}"
 

@@ -196,7 +196,9 @@ def with_earlier_defaults(config: RunConfig) -> RunConfig:
 
     The same command then goes on with a run of an earlier version. Raises UserError for a damaged record.
     """
-    record = None if config.output_dir is None else _read(Path(config.output_dir))
+    if config.output_dir is None:
+        return config
+    record = _read(Path(config.output_dir))
     if record is None:
         return config
     values, fields = to_dict(config), settings_of(RunConfig)
