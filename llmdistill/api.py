@@ -187,6 +187,7 @@ def export(
     to: str = "dense",
     int8: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    data: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Write a student for programs that have no llmdistill, or with weights of few bits.
@@ -196,21 +197,25 @@ def export(
 
     Args:
         student: a factorized student, for ONNX and few bits any model. A student in memory is not changed.
-        output: a new folder. It gets its name when its outputs have been compared with the student's.
-        to: dense is a stock Hugging Face model; onnx keeps the factors; int8 and int4 round the layers' linears. Forms
-            of other packages (llmdistill.forms) add their own.
+        output: a new folder. It gets its name when it has been loaded again.
+        to: dense is a stock Hugging Face model; onnx keeps the factors; gguf is a file for llama.cpp; int8 and int4
+            round the layers' linears. Forms of other packages (llmdistill.forms) add their own.
         int8: with onnx, also a file of int8 matrices.
         tokenizer: the tokenizer of a student in memory; by default that of the folder it was loaded from.
-        **settings: of the form, as a run has them: group_size and packed for int8 and int4.
+        data: rows on which the outputs are compared with the student's, as `evaluate` reads them; by default rows of
+            this package.
+        **settings: of the form, as a run has them: group_size and packed for int8 and int4; weights and tokenizer_file
+            for gguf (see `serving.gguf_export.GgufSettings`).
 
     Returns:
-        output, params (the number of parameters), largest_difference of an output, and more for ONNX and few bits.
+        output, params (the number of parameters), largest_difference of an output, comparison (the figures of
+        `serving.comparison.Comparison`, and text), and more for ONNX and few bits.
 
     Raises:
-        UserError: the student does not suit, a package is missing, `output` is not empty, or the outputs differ.
+        UserError: the student does not suit, a package is missing, `output` is not empty, or outputs are not finite.
     """
     check_model_types(student=student)
-    return export_student(student, output, to=to, int8=int8, settings=settings, tokenizer=tokenizer)
+    return export_student(student, output, to=to, int8=int8, settings=settings, tokenizer=tokenizer, data=data)
 
 
 @dataclass(frozen=True, kw_only=True)

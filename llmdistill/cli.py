@@ -161,29 +161,51 @@ def export(arguments: Sequence[str]) -> None:
     parser = ArgumentParser(
         prog="llmdistill export",
         exit_on_error=False,
-        description="Write a student for other programs, which need no llmdistill, or with weights of few bits. Its "
-        "outputs are compared with the student's before it is saved under its name.",
+        description="Write a student for other programs, which need no llmdistill, or with weights of few bits. The "
+        "last line says which of its answers differ from the student's.",
     )
     text = "onnx: the factors are kept, and size and speed are measured beside the dense model; also for stock models. "
     text += "dense: the factors are multiplied out, to a stock Hugging Face model of the teacher's size and speed. "
+    text += "gguf: a file for llama.cpp and Ollama, with the factors multiplied out. "
     text += "int8, int4: the weights of the layers' linears are rounded by torchao, those of factors too. "
     text += "Packages with forms of their own (llmdistill.forms) add other names."
     parser.add_argument("--to", type=str, required=True, help=text)
     parser.add_argument("--int8", action="store_true", help="With --to onnx: also a file with int8 matrices.")
     parser.add_class_arguments(QuantizeConfig, None, skip={"weights", "packed"})
     parser.add_argument("--packed", action="store_true", help="With --to int4: two weights in a byte, for llmdistill.")
+    text = "With --to gguf: f32, f16, bf16 or q8_0; default: the type of the student's weights."
+    parser.add_argument("--weights", type=str, help=text)
+    text = "With --to gguf: the teacher's GGUF file, whose tokenizer and chat template are copied; default: they are "
+    text += "written from the student's."
+    parser.add_argument("--tokenizer_file", type=str, metavar="FILE", help=text)
     text = "With --to a form of another package: its settings, such as --settings.share 0.5."
     parser.add_argument("--settings", type=dict[str, Any], default={}, help=text)
     parser.add_argument("--model", type=str, required=True, help="Student folder, such as runs/quickstart/student.")
     parser.add_argument("--output", type=str, required=True, help="New folder.")
+    text = (
+        "Rows to compare both on, such as held-out ones: instructions, a text, for encoders sentences. Of a few rows "
+    )
+    text += "the first 128 tokens are read; default: rows of llmdistill itself (embedded:seen)."
+    parser.add_argument("--data", type=str, metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parsed = parse(parser, arguments)
     quiet_transformers()
-    bits = {"group_size": parsed.group_size, "packed": parsed.packed}
+    named = ("group_size", "packed", "weights", "tokenizer_file")
+    bits = {name: getattr(parsed, name) for name in named}
     settings = {**{name: value for name, value in bits.items() if value}, **parsed.settings}
-    _show(llmdistill.export(parsed.model, parsed.output, to=parsed.to, int8=parsed.int8, **settings), parsed.json)
-    if parsed.to == "dense" and not parsed.json:
+    result = llmdistill.export(
+        parsed.model, parsed.output, to=parsed.to, int8=parsed.int8, data=parsed.data, **settings
+    )
+    compared = {key: value for key, value in result.items() if key.endswith("comparison")}
+    _show(result, parsed.json, [key for key in result if key not in compared])
+    if parsed.json:
+        return
+    for key, comparison in compared.items():
+        print_result(f"Compared with the model{', int8' if key.startswith('int8') else ''}: {comparison['text']}.")
+    if parsed.to == "dense":
         print_result("The factors are multiplied out: this model has the teacher's size and speed again.")
+    if parsed.to == "gguf":
+        print_result("A GGUF has no factors: with the same type of weights it is as large as the teacher's.")
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -258,7 +280,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
         _of_module("cache", True),
     ),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", _of_module("generate", True)),
-    "export": ("write a student as ONNX, or merge it into a stock model", export),
+    "export": ("write a student as ONNX, GGUF, or a stock model", export),
     "push": ("upload a student with its model card to the Hugging Face hub", _of_module("push")),
     "evaluate": ("score models: ROUGE-L of answers, tasks after fine-tuning, or zero-shot tasks", evaluate),
 }

@@ -15,7 +15,16 @@ from llmdistill.messages import print_result
 
 _FILES = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
-    *("*.onnx", "*.onnx.data", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        "*.onnx",
+        "*.onnx.data",
+        "*.gguf",
+        "tokenizer*",
+        "vocab*",
+        "merges.txt",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
     *("*.model", "*.jinja", "modules.json", "sentence_*_config.json", "config_sentence_transformers.json"),
     *(CARD, "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
@@ -78,6 +87,8 @@ def push(arguments: Sequence[str]) -> None:
 def model_folder(folder: Path) -> Path:
     """Return the folder of the model: that of a run's student, or the folder itself; a UserError for any other."""
     student = folder / "student" if (folder / "run.json").is_file() else folder
+    if any(student.glob("*.gguf")):
+        return student
     if not (student / "config.json").is_file():
         what = "its run has no student yet: let it end" if student != folder else "no model there (no config.json)"
         raise UserError(f"{folder}: {what}; give the folder of a finished run, of a student or of an export")

@@ -151,7 +151,7 @@ def _write_folder(file: Path, folder: Path, record: dict[str, Any], license: obj
     # By itself transformers would keep the weights packed where it can.
     options = {"quantization_config": GgufConfig(dequantize=True)}
     work = Activity(f"Reading {file.name}")
-    with new_proven_folder(folder) as part, tempfile.TemporaryDirectory() as alone, work, _without_bars():
+    with new_proven_folder(folder) as part, tempfile.TemporaryDirectory() as alone, work, without_bars():
         # Load through a link in an empty folder: beside the file there may be the tokenizer or config of another model.
         link = Path(alone) / "model.gguf"
         link.symlink_to(file.resolve())
@@ -202,7 +202,7 @@ def _write_folder(file: Path, folder: Path, record: dict[str, Any], license: obj
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
     """Turn off the progress bars of transformers during the block, also those that its own switch leaves on."""
     from unittest.mock import patch
 

@@ -200,15 +200,16 @@ def _without_line_breaks(text: str) -> str:
     return " ".join(text.split())
 
 
-def write_export_card(student: Path, folder: Path, difference: float, *, to: str, description: str = "") -> None:
+def write_export_card(student: Path, folder: Path, difference: str, *, to: str, description: str = "") -> None:
     """Write the card of an export: that of the student's folder, if one can be read there, with another way to load it.
 
-    `difference` is the largest one of an output from the student's, and `description` what its form says of itself.
+    `difference` says in words how its outputs differ from the student's, and `description` what its form says of
+    itself.
     """
     if not (student / CARD).is_file():
         return
-    onnx = to == "onnx"
     how = {
+        "gguf": "This is the student as a GGUF, with its factors multiplied out, of which the format has none.",
         "onnx": "This is the ONNX of the student, with its factors kept.",
         "dense": "This is the student with its factors multiplied out: a stock model of the teacher's size and speed.",
     }.get(to, f"This is the student{description}.")
@@ -216,12 +217,13 @@ def write_export_card(student: Path, folder: Path, difference: float, *, to: str
         card = ModelCard.load(student / CARD, ignore_metadata_errors=True)
     except _UNREADABLE:
         return
-    config = load_config(folder)
-    card.data.library_name = "onnx" if onnx else _library_name(folder, config)
+    # A folder with a GGUF has no config.json, which would make it a model of safetensors.
+    config = load_config(student if to == "gguf" else folder)
+    card.data.library_name = to if to in ("onnx", "gguf") else _library_name(folder, config)
     before_use, _, _ = card.text.partition(USE)
     title, line, rest = before_use.partition("\n\n## What it is")
-    card.text = f"{title} {how} Its outputs differ from the student's by at most {difference:.1g}. "
-    card.text += f"What follows is of the student.{line}{rest}{_render_use(folder, config, onnx=onnx)}\n"
+    card.text = f"{title} {how} Compared with the student {difference}. "
+    card.text += f"What follows is of the student.{line}{rest}{_render_use(folder, config, to=to)}\n"
     write_text(folder / CARD, str(card))
 
 
@@ -234,11 +236,11 @@ def _find_task(folder: Path, config: PreTrainedConfig) -> tuple[str, str]:
     return next((task for ending, task in tags if name.endswith(ending)), ("feature-extraction", "AutoModel"))
 
 
-def _render_use(folder: Path, config: PreTrainedConfig, *, onnx: bool = False) -> str:
+def _render_use(folder: Path, config: PreTrainedConfig, *, to: str = "") -> str:
     _, name = _find_task(folder, config)
     factorized = _is_factorized(config)
     form = saved_form(config)
-    return render("card_use.md.j2", heading=USE, name=name, factorized=factorized, form=form, onnx=onnx, place=PLACE)
+    return render("card_use.md.j2", heading=USE, name=name, factorized=factorized, form=form, to=to, place=PLACE)
 
 
 def _is_factorized(config: PreTrainedConfig) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import new_proven_folder
+from llmdistill.config.command_line import with_values
 from llmdistill.config.strict import did_you_mean
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -20,7 +21,9 @@ from llmdistill.models.forms import exported_forms, read_settings, saved_form
 from llmdistill.models.load import load_model
 from llmdistill.models.student_form import StudentForm
 from llmdistill.report.card import write_export_card
-from llmdistill.serving.dense import TOLERANCES, Describe, export_dense, first_outputs
+from llmdistill.serving.comparison import compare, outputs_of, read_rows
+from llmdistill.serving.dense import Describe, export_dense
+from llmdistill.serving.gguf_export import GgufSettings, export_gguf
 from llmdistill.serving.onnx_export import export_onnx
 from llmdistill.students.counting import count_parameters
 from llmdistill.training.inputs import Model, save_with_tokenizer
@@ -34,19 +37,22 @@ def export_student(
     int8: bool,
     settings: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
+    data: str | None = None,
 ) -> dict[str, Any]:
     """Export as `llmdistill.export` does, and give the new folder the card of the student's folder, if it has one."""
     forms = exported_forms()
-    names = ("dense", "onnx", *forms)
+    names = ("dense", "onnx", "gguf", *forms)
     if to not in names:
         raise UserError(f"export to: {to!r} does not fit; expected {', '.join(names)}{did_you_mean(to, names)}")
     if int8 and to != "onnx":
         raise UserError(f"export to={to!r} int8=True: int8 goes with onnx alone")
-    if any(settings.values()) and to not in forms:
+    if any(settings.values()) and to not in (*forms, "gguf"):
         raise UserError(
             f"export to={to!r}: {', '.join(settings)} are for {' and '.join(map(repr, forms))}: leave them out"
         )
     write: Callable[..., dict[str, Any]] = export_dense if to == "dense" else partial(export_onnx, int8=int8)
+    if to == "gguf":
+        write = partial(export_gguf, settings=with_values(GgufSettings(), settings, key=""))
     description = ""
     if to in forms:
         form = forms[to]
@@ -56,9 +62,9 @@ def export_student(
     if isinstance(student, PreTrainedModel):
         with TemporaryDirectory() as saved:
             save_with_tokenizer(student, tokenizer, Path(saved))
-            return write(saved, output)
+            return write(saved, output, data=data)
     folder = locate(str(student))
-    return write(folder, output, describe=partial(write_export_card, folder, to=to, description=description))
+    return write(folder, output, data=data, describe=partial(write_export_card, folder, to=to, description=description))
 
 
 def export_in_form(
@@ -68,17 +74,20 @@ def export_in_form(
     to: str,
     form: StudentForm,
     settings: Any,
+    data: str | None = None,
     describe: Describe | None = None,
 ) -> dict[str, Any]:
     """Write a model, dense or factorized, in a form, such as with linears of few bits.
 
-    The new folder is loaded again and compared with what was saved before it gets its name. `describe` adds a card.
+    The new folder is loaded again and compared with the model on rows of `data` before it gets its name. `describe`
+    adds a card.
 
     Returns:
-        output, params, bytes of the weights' files, and largest_difference of an output from the model's.
+        output, params, bytes of the weights' files, largest_difference of an output from the model's, and comparison.
 
     Raises:
-        UserError: a package is missing, the model has the form already or cannot have it, or `out_dir` is not empty.
+        UserError: a package is missing, the model has the form already or cannot have it, `out_dir` is not empty, or
+            an output is not finite.
     """
     form.check_package(f"--to {to}")
     config = load_config(student_dir)
@@ -86,18 +95,17 @@ def export_in_form(
     if present is not None and (present is form or form.key is not None):  # a saved model has one form with a key
         given = present.saved_as(config.quantization_config)
         raise UserError(f"--to {to}: {student_dir} has {given} already; give the model before it")
+    rows = read_rows(student_dir, data)
     with new_proven_folder(out_dir) as folder:
         model = load_model(student_dir, dtype="auto", head="saved")
-        exact = first_outputs(model)
+        exact = outputs_of(model, rows)
         form.finish(model, settings, model.state_dict())
         save_model(model, folder, student_dir)
-        finished, loaded = first_outputs(model), first_outputs(load_model(folder, dtype="auto", head="saved"))
-        # Not >, so that a NaN is refused too.
-        if not (loaded - finished).abs().max() <= TOLERANCES[model.dtype] * max(1.0, finished.abs().max().item()):
-            raise UserError(f"--to {to}: {student_dir} is read otherwise than it was written; nothing was kept")
-        difference = (finished - exact).abs().max().item()
+        params = count_parameters(model)
+        del model
+        loaded = outputs_of(load_model(folder, dtype="auto", head="saved"), rows)
+        comparison = compare(exact, loaded, rows, what=f"--to {to}: the export of {student_dir}")
         if describe is not None:
-            describe(folder, difference)
+            describe(folder, comparison.describe())
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    params = count_parameters(model)
-    return {"output": str(out_dir), "params": params, "bytes": size, "largest_difference": difference}
+    return {"output": str(out_dir), "params": params, "bytes": size, **comparison.result()}

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from llmdistill import messages
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.serving.dense import export_dense
@@ -281,10 +282,19 @@ def test_an_export_is_a_whole_folder_of_a_stock_model(tmp_path, auto, name, meth
         torch.testing.assert_close(outputs(model), outputs(student), rtol=0, atol=1e-5)
 
 
-def test_wrong_export_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_wrong_export_is_a_warning_and_a_broken_one_leaves_nothing(tmp_path, monkeypatch, caplog):
     make_student(AutoModelForCausalLM, config_of("llama")).save_pretrained(tmp_path / "student")
+    monkeypatch.setattr(messages.logger, "propagate", True)
+    export_dense(tmp_path / "student", tmp_path / "equal")
+    assert "is not equal" not in caplog.text
     product = merge._product
-    monkeypatch.setattr(merge, "_product", lambda module: 1.001 * product(module))
-    with pytest.raises(UserError, match="differs from the student"):
+    monkeypatch.setattr(merge, "_product", lambda module: -product(module))
+    result = export_dense(tmp_path / "student", tmp_path / "other")
+    assert (tmp_path / "other" / "model.safetensors").is_file()
+    compared = result["comparison"]
+    assert compared["changed"] > 0
+    assert f"{compared['changed']} of {compared['positions']} greedy tokens change" in caplog.text
+    monkeypatch.setattr(merge, "_product", lambda module: float("nan") * product(module))
+    with pytest.raises(UserError, match="outputs are not finite"):
         export_dense(tmp_path / "student", tmp_path / "dense")
-    assert [path.name for path in tmp_path.iterdir()] == ["student"]
+    assert {path.name for path in tmp_path.iterdir()} == {"student", "equal", "other"}

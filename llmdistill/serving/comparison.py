@@ -1,0 +1,258 @@
+"""Compares an exported model with the model that it was made of, on a few texts, in words that a user of it needs.
+
+Greedy answers that change matter more than the largest difference of a logit, which depends on the rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from llmdistill.batch import Batch
+from llmdistill.data.collate import collate
+from llmdistill.data.instruct import Limits, encode
+from llmdistill.data.pairs import read_sentences
+from llmdistill.data.prompts import resolve_prompt
+from llmdistill.data.sources import kind_of, read_examples
+from llmdistill.data.whole_text import WholeText
+from llmdistill.errors import UserError
+from llmdistill.models.configs import load_config
+from llmdistill.models.families import is_causal, max_positions
+from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
+from llmdistill.tasks.perplexity import perplexity_of, show_perplexity
+from llmdistill.tasks.text_windows import WindowSizes, cut_windows
+
+DEFAULT_DATA = "embedded:seen"
+"""What is compared on unless the user gives rows of his own; every tokenizer has tokens for these English texts."""
+_ROWS, _TOKENS = 48, 128
+"""The most rows, and tokens of a row, that are compared."""
+_STORED = 2**28
+"""Numbers of outputs that are kept for the comparison: 1 GiB in fp32, however large the vocabulary is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows that both models read, a batch of one row each."""
+
+    name: str
+    batches: Sequence[Batch]
+    labeled: bool
+    """Whether the tokens that follow are answers or a text, which have a perplexity."""
+
+
+def read_rows(folder: Path | str, data: str | None = None) -> Rows:
+    """Return a few rows of `data` in the tokens of a model's folder: answers or texts for a decoder, and sentences for
+    an encoder.
+
+    Without `data` they are rows of this package, or random tokens for a folder without a tokenizer.
+
+    Raises:
+        UserError: the data cannot be read, or the folder has no tokenizer for them.
+    """
+    config = load_config(folder)
+    length = max_positions(config.get_text_config(), _TOKENS)
+    if data is None and Path(folder).is_dir() and not has_tokenizer(Path(folder)):
+        return _random_rows(config.get_text_config().vocab_size, length)
+    reference = DEFAULT_DATA if data is None else data
+    try:
+        batches = _decoder_rows(folder, reference, length) if is_causal(config) else _sentences(folder, data, length)
+    except UserError:
+        if data is not None:
+            raise
+        return _random_rows(config.get_text_config().vocab_size, length)
+    return Rows(name=reference, batches=batches, labeled=is_causal(config))
+
+
+def _random_rows(vocabulary: int, length: int) -> Rows:
+    ids = torch.randint(vocabulary, (2, max(length // 2, 1)), generator=torch.Generator().manual_seed(0))
+    batches = [Batch(row, torch.ones_like(row), row.clone()) for row in ids[:, None]]
+    return Rows(name="random tokens", batches=batches, labeled=False)
+
+
+def _decoder_rows(folder: Path | str, data: str, length: int) -> list[Batch]:
+    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    if kind_of(data) == "text":
+        sizes = WindowSizes(window=length, limit=_ROWS, shorten=True)
+        windows = cut_windows(WholeText(data).read(), tokenizer, config, sizes, name=data, data=data)
+        return [windows.collate([number]) for number in range(windows.count)]
+    limits = Limits(
+        max_prompt_length=max(1, length * 3 // 4),
+        max_length=length,
+        long_prompts="truncate",
+        prompt=resolve_prompt(None, [tokenizer]),
+    )
+    items = encode(read_examples(data)[:_ROWS], tokenizer, limits).items
+    batch_of = partial(
+        collate, pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    )
+    return [batch_of([item]) for item in items]
+
+
+def _sentences(folder: Path | str, data: str | None, length: int) -> list[Batch]:
+    own = [example.instruction for example in read_examples(DEFAULT_DATA)] if data is None else []
+    texts = own if data is None else read_sentences(data)
+    tokenizer = load_tokenizer(folder)
+    batches = []
+    for text in texts[:_ROWS]:
+        ids = torch.tensor([tokenizer(text, truncation=True, max_length=length)["input_ids"]])
+        batches.append(Batch(ids, torch.ones_like(ids), ids.clone()))
+    return batches
+
+
+Run = Callable[[Batch], Tensor]
+"""What computes the first output of a model (logits, or last hidden states) for a batch."""
+
+
+def runs(model: PreTrainedModel) -> Run:
+    """Return what runs a model of transformers, in evaluation mode."""
+    model.eval()
+
+    @torch.no_grad()
+    def run(batch: Batch) -> Tensor:
+        outputs: Any = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+        return outputs[0]
+
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a model computes on rows, at the positions that are compared."""
+
+    rows: Sequence[Tensor]
+    """For each row the logits (N, V) or (1, C), or the hidden states (N, W), in fp32 at least."""
+    labels: Sequence[Tensor] | None
+    """For each row of a decoder the tokens (N,) that follow."""
+    kind: str
+    """What a position chooses: greedy tokens, tokens, classes; or states, which choose nothing."""
+
+
+def outputs_of(model: PreTrainedModel, rows: Rows, run: Run | None = None) -> Outputs:
+    """Return the outputs of a model on rows; `run` stands for another program that has the same outputs."""
+    compute = runs(model) if run is None else run
+    config, head = model.config, model.base_model is not model
+    causal = is_causal(config)
+    kept, labels, stored = list[Tensor](), list[Tensor](), 0
+    for batch in rows.batches:
+        output = compute(batch)
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
+        if output.dim() < 3:  # a class of each sequence, or the place where a span begins
+            kept.append(output)
+            continue
+        located = batch.with_label_rows(shift=causal)
+        positions = located.label_rows if causal and head else None
+        kept.append(output[0] if positions is None else output[0].index_select(0, positions))
+        if positions is not None:
+            labels.append(located.row_labels(shift=causal))
+        stored += kept[-1].numel()
+        if stored > _STORED:
+            break
+    has_tokens = bool(labels)
+    kind = "greedy tokens" if has_tokens else "states" if not head else "classes" if output.dim() < 3 else "tokens"
+    return Outputs(rows=kept, labels=labels if has_tokens else None, kind=kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How the outputs of an exported model differ from those of the model that it was made of."""
+
+    rows: str
+    kind: str
+    positions: int
+    changed: int
+    """Positions whose most likely token or class is another one; 0 for hidden states."""
+    largest_difference: float
+    """Of an output."""
+    relative_difference: float
+    """Of an output, as a share of the largest output, and of 1 at least."""
+    divergence: float | None
+    """Kullback-Leibler divergence of the export from the model, in nats per token or class; None for states."""
+    mean_difference: float | None
+    """Mean difference of the log-probability of a token that follows, or of the most likely one; None for states."""
+    most_difference: float | None
+    """The largest one of these."""
+    least_cosine: float | None
+    """The least cosine of a hidden state with that of the model."""
+    perplexity: float | None
+    """Of the tokens that follow, under the model; None if it is no decoder."""
+    exported_perplexity: float | None
+
+    def describe(self) -> str:
+        """Return the comparison in words, as a sentence without a full stop."""
+        if self.least_cosine is not None:
+            return (
+                f"on {self.rows} the hidden states of {self.positions:,} tokens differ by at most "
+                f"{self.relative_difference:.2g} of the largest one, with cosines of at least {self.least_cosine:.5f}"
+            )
+        assert self.mean_difference is not None
+        changes = "changes" if self.changed == 1 else "change"
+        kind = {"classes": "most likely classes", "tokens": "most likely tokens"}.get(self.kind, self.kind)
+        text = f"on {self.rows} {self.changed:,} of {self.positions:,} {kind} {changes}; log-probabilities differ by "
+        text += f"{self.mean_difference:.2g} on average and {self.most_difference:.2g} at most, a divergence of "
+        text += f"{self.divergence:.2g} nats"
+        if self.perplexity is None:
+            return text
+        before, after = show_perplexity(self.perplexity), show_perplexity(self.exported_perplexity)
+        return f"{text}; perplexity is {after} after {before}"
+
+    def result(self) -> dict[str, Any]:
+        """Return what an export returns of it: largest_difference of an output, and comparison, all figures."""
+        figures = {name: value for name, value in asdict(self).items() if value is not None}
+        return {"largest_difference": self.largest_difference, "comparison": {"text": self.describe(), **figures}}
+
+
+def compare(exact: Outputs, exported: Outputs, rows: Rows, *, what: str) -> Comparison:
+    """Compare the outputs of an exported model with those of the model that it was made of.
+
+    Raises:
+        UserError: an output of the export, which the message calls `what`, is NaN or infinite where the model's is
+            finite.
+    """
+    positions = changed = 0
+    difference = largest = divergence = total = most = loss = exported_loss = 0.0
+    cosine = 1.0
+    for number, (expected, found) in enumerate(zip(exact.rows, exported.rows, strict=True)):
+        finite = expected.isfinite()  # some models set the logits of unused tokens to -inf
+        if found.shape != expected.shape or not found[finite].isfinite().all() or not finite.any():
+            raise UserError(
+                f"{what}: outputs are not finite, or of another shape than the model's, so nothing was written; "
+                "score the model with llmdistill evaluate, and serve it itself"
+            )
+        positions += len(expected)
+        difference = max(difference, float((found - expected)[finite].abs().max()))
+        largest = max(largest, float(expected[finite].abs().max()))
+        if exact.kind == "states":
+            cosine = min(cosine, float(functional.cosine_similarity(found, expected, dim=-1).min()))
+            continue
+        chosen = expected.argmax(-1)
+        changed += int((found.argmax(-1) != chosen).sum())
+        log_p, log_q = expected.log_softmax(-1), found.log_softmax(-1)
+        divergence += float(torch.where(finite, log_p.exp() * (log_p - log_q), 0).sum())
+        labels = chosen if exact.labels is None else exact.labels[number]
+        of_p, of_q = (log.gather(-1, labels[:, None])[:, 0] for log in (log_p, log_q))
+        total += float((of_q - of_p).abs().sum())
+        most = max(most, float((of_q - of_p).abs().max()))
+        loss, exported_loss = loss - float(of_p.sum()), exported_loss - float(of_q.sum())
+    has_choice, has_tokens = exact.kind != "states", exact.labels is not None and rows.labeled
+    return Comparison(
+        rows=rows.name,
+        kind=exact.kind,
+        positions=positions,
+        changed=changed,
+        largest_difference=difference,
+        relative_difference=difference / max(1.0, largest),
+        divergence=divergence / positions if has_choice else None,
+        mean_difference=total / positions if has_choice else None,
+        most_difference=most if has_choice else None,
+        least_cosine=None if has_choice else cosine,
+        perplexity=perplexity_of(loss / positions) if has_tokens else None,
+        exported_perplexity=perplexity_of(exported_loss / positions) if has_tokens else None,
+    )
