@@ -15,6 +15,9 @@ _LABELS_ALONE = replaced_by("method", "sft")
 _OTHER_TEACHERS = replaces("teacher.cache") | _NO_SERVER
 
 
+TeacherBits = Literal["none", "int8", "int4", "fp8"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OneTeacher:
     """One of the models to learn from."""
@@ -38,6 +41,12 @@ class OneTeacher:
     """Folder with the outputs of the teacher for every training example, made by `llmdistill cache`: they are read from
     there, the teacher is not scored, and its weights are read only where the student is made from them. Default: the
     teacher runs in every step."""
+    quantize: TeacherBits = "none"
+    """Number format of the weights of the linears in the layers of a teacher that runs in the steps, by torchao, as
+    student.quantize.weights rounds them: int8 halves the memory of these weights in bf16; int4 rounds to 4 bits in
+    groups of 32 and takes no less memory; fp8 needs a GPU that multiplies in it. A run says how far the teacher's
+    predictions are from the exact ones. The teacher's scores, the student that is made from it and caches take the
+    exact teacher. Not for a sharded teacher."""
     weight: float = field(default=1.0, metadata=OVER_0)
     """Weight of this teacher in the average of several; only the proportions matter."""
 
@@ -76,8 +85,8 @@ class TeacherConfig(OneTeacher):
     """Settings of teacher.source, which its package defines."""
     others: dict[str, OneTeacher] = field(default_factory=dict, metadata={VALUES: OneTeacher})
     """More teachers by name, with the student's tokens, such as {people: {model: DIR, weight: 2}}; each has its own
-    model, dtype, sharding, zero, cache and weight. The student is made from teacher.model, and the table scores only
-    this one."""
+    model, dtype, sharding, zero, cache, quantize and weight. The student is made from teacher.model, and the table
+    scores only this one."""
     average: Literal["probabilities", "log_probabilities", "rows"] = "probabilities"
     """How several teachers teach. probabilities: by the average of their distributions, the mixture;
     log_probabilities: by the average of their log-probabilities, the geometric mean; rows: each teaches the rows of

@@ -112,7 +112,7 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
 
     Raises UserError if there is no linear.
     """
-    _transform(model, settings, lambda config: config)
+    round_linears(model, settings)
     group_size = settings.group_size or DEFAULT_GROUPS[settings.weights]
     saved = {"weights": settings.weights, "group_size": group_size}
     config: Any = getattr(model.config, "quantization_config", None)
@@ -124,6 +124,12 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
         config = TorchAoConfig(_make_torchao_config(settings.weights, group_size))
     model.config.quantization_config = config
     model.hf_quantizer = AutoHfQuantizer.from_config(config)  # from which save_pretrained gets the tensors
+
+
+@torch.no_grad()
+def round_linears(model: PreTrainedModel, settings: QuantizeConfig) -> None:
+    """Give the linears of the layers weights of few bits, in place; the config does not tell it."""
+    _transform(model, settings, lambda config: config)
 
 
 def _transform(model: PreTrainedModel, settings: QuantizeConfig, transform: Callable[[Any], Any]) -> None:

@@ -18,6 +18,7 @@ from llmdistill.runtime.ds_config import NO_TIMERS
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.lm_head import lm_head_parameters
 from llmdistill.step.tap_models import tap_teacher
+from llmdistill.teachers.few_bits import round_teacher
 from llmdistill.teachers.source import LoadedTeacher, ModelSource, TeacherPlan, TeacherRun
 
 
@@ -113,6 +114,9 @@ class LiveSource(ModelSource):
 
     def build(self, run: TeacherRun) -> TappedModel:
         teacher, plan = run.load(self.name), run.plan
+        resolved = plan.models.teachers[self.name]
+        if resolved.settings.quantize != "none":
+            round_teacher(teacher.model, f"{resolved.key}.quantize", resolved.settings.quantize, run.first_batch)
         return tap_teacher(
             plan.method,
             teacher.model,

@@ -96,6 +96,8 @@ class TeacherRun:
     data: TaughtData
     load: Callable[[str], LoadedTeacher]
     """Loads one of `models.teachers` by its name; every rank must call it."""
+    first_batch: Callable[[], Batch] | None = None
+    """Makes the first micro batch of this rank, on the CPU and in the teacher's tokens; None if nothing needs one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -309,8 +309,10 @@ class TranslatedSource(ModelSource):
         return self.part.runs_here
 
     def build(self, run: TeacherRun) -> TranslatedTeacher:
-        teacher = self.part.build(run)
-        return TranslatedTeacher(teacher, make_translation(run.plan, run.data), say=partial(print_main))
+        translation, first_batch = make_translation(run.plan, run.data), run.first_batch
+        if first_batch is not None:
+            run = replace(run, first_batch=lambda: translation(first_batch())[0].with_label_rows(shift=True))
+        return TranslatedTeacher(self.part.build(run), translation, say=partial(print_main))
 
     def settings_of(self, teacher: TeacherConfig) -> Any:
         return self.part.settings_of(teacher)

@@ -33,6 +33,7 @@ from llmdistill.step.tap_models import tap_student
 from llmdistill.step.teacher import AsyncTeacher, RequestingLoader, Teacher
 from llmdistill.students.convert import compress_folder, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
+from llmdistill.teachers.few_bits import check_bits
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
 from llmdistill.teachers.source import LoadedTeacher, TeacherRun
 from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
@@ -102,6 +103,8 @@ def check_machine(plan: Plan) -> None:
         # The check needs neither the end tokens nor the vocabulary.
         on_every(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length))
     on_main(lambda: check_access(plan.config.train.report_to or []))
+    for one in plan.models.teachers.values():
+        check_bits(f"{one.key}.quantize", one.settings.quantize, world.device)
     if plan.config.train.compile:
         check_compilers(world.device)
     if compiles_optimizer(plan.ds_config) and world.device.type == "cpu" and not has_compiler():
@@ -197,7 +200,9 @@ def make_trainer(
     """Create the trainer from engine, hooks, loader and method; `teacher` is called only if it runs in the steps."""
     method, trained_by = plan.method, None
     if plan.source is not None:
-        trained_by = plan.source.build(TeacherRun(plan, data, teacher))
+        # A loader of its own, because that of the run may read a stream.
+        first_batch = lambda: data.loader(share_of(plan)).micro_batches(0)[0]  # noqa: E731  # used here alone
+        trained_by = plan.source.build(TeacherRun(plan, data, teacher, first_batch))
     embeddings = None
     if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
         # Of the student before the engine, which may shard its weights or round them.

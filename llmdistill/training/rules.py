@@ -83,6 +83,8 @@ def _list_sharded_few_bits(plan: Plan) -> list[str]:
     for name, teacher in plan.models.teachers.items():
         if teacher.settings.is_sharded and plan.method.needs_teacher:
             bits = bits_of(load_config(teacher.path) if name else plan.models.teacher)
+            if teacher.settings.quantize != "none":
+                bits = teacher.settings.quantize
             sharding = f"{teacher.key}.sharding {teacher.settings.sharding}"
             listed += [] if bits is None else [f"{sharding}: the {bits} weights of {teacher.settings.model}"]
     return listed
@@ -124,9 +126,13 @@ SHARDED_TEACHER = Condition(
     detail=lambda plan: _list_sharded(plan.config)[0],
 )
 FEW_BIT_TEACHER = Condition(
-    typed="a teacher with int8 or int4 weights",
+    typed="a teacher with int8 or int4 weights, or `teacher.quantize`",
     of_plan=lambda plan: bool(_list_sharded_few_bits(plan)),  # of several, one may be sharded and another of few bits
     detail=lambda plan: _list_sharded_few_bits(plan)[0],
+)
+ROUNDED_TEACHER = Condition(
+    typed="`teacher.quantize`",
+    of_config=lambda run: any(one.quantize != "none" for one in run.teacher.everyone.values()),
 )
 BARE_TEACHER = Condition(
     typed="an encoder without language-model head as teacher",
@@ -476,6 +482,14 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
     ),
     (CACHED_TEACHER, NO_TERM_OF_A_TEACHER): (
         "method {methods} has no teacher, so there is nothing to cache: take another method, such as kd"
+    ),
+    (CACHED_TEACHER, ROUNDED_TEACHER): (
+        "teacher.quantize rounds a teacher that runs in the steps, and a cache keeps the outputs of the exact one: "
+        "leave teacher.quantize out"
+    ),
+    (TEACHER_ON_A_SERVER, ROUNDED_TEACHER): (
+        "teacher.quantize rounds a teacher that runs here, but the server of teacher.url {teacher.url} runs it: leave "
+        "teacher.quantize out, and let the server round it"
     ),
     (CACHED_TEACHER, CHANGING_EXAMPLES): (
         "a cache keeps one output of the teacher for each example, but {second}: train with the teacher itself "
