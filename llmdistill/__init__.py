@@ -7,7 +7,7 @@
         result = llmdistill.distill(teacher, student, rows, method="makd", steps=200)
     except llmdistill.UserError as error:
         print(error)  # one sentence: what is wrong, the value, and the remedy
-    print(llmdistill.evaluate(result.student, rows, decoding="greedy", limit=2)["rougeL"])
+    print(llmdistill.evaluate(result.student, rows, limit=2)["rougeL"])
     print(result.history[-1]["loss"], result.folder / "student")  # the student with its tokenizer
 
 A teacher is a model of transformers, a folder, a name on the hub, or `embedded:teacher`; rows are dicts or a file.

@@ -320,7 +320,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a model: ROUGE-L of its answers, its cross-entropy and perplexity on a text, or the metrics of a task.
 
-        scores = llmdistill.evaluate(model, rows, decoding="greedy")
+        scores = llmdistill.evaluate(model, rows)
         print(scores["rougeL"])
 
     Args:

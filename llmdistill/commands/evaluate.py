@@ -27,7 +27,7 @@ def build_parser(prog: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         exit_on_error=False,
-        description="ROUGE-L of a causal LM's answers, by MiniLLM's protocol or greedily, and its perplexity on texts.",
+        description="ROUGE-L of a causal LM's answers, greedily or by MiniLLM's protocol, and its perplexity on texts.",
     )
     text = "Folder, hub name or GGUF file of the model, or embedded:teacher."
     parser.add_argument("--model", type=str, required=True, help=text)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> i
 
 def score_answers(arguments: Sequence[str], *, prog: str) -> None:
     """Score a model according to the arguments, on every rank of the launcher, and print the result."""
-    parsed = parse(build_parser(prog), arguments)
+    parsed = parse_scoring(arguments, prog)
     quiet_transformers()
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.data.instruct import Limits
@@ -97,6 +97,16 @@ def score_answers(arguments: Sequence[str], *, prog: str) -> None:
         print_result(result)
     else:
         print_scores(result)
+
+
+def parse_scoring(arguments: Sequence[str], prog: str = "evaluate") -> Any:
+    """Return the values of the arguments; MiniLLM's sets are sampled by default, as their published figures were."""
+    parser = build_parser(prog)
+    parsed = parse(parser, arguments)
+    if any(name.strip() in SETS for name in (parsed.suite or "").split(",")):
+        parser.set_defaults(decoding="sample")
+        parsed = parse(parser, arguments)
+    return parsed
 
 
 def chosen_sets(parsed: Any) -> dict[str, str | WholeText]:

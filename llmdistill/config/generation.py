@@ -12,10 +12,12 @@ from llmdistill.config.marks import SHARE_OVER_0, at_least, each_once, takes
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How answers and texts are scored. The defaults are MiniLLM's protocol, and for texts that of the SVD papers."""
+    """How answers and texts are scored. Texts have the protocol of the SVD papers, and answers MiniLLM's, but for the
+    decoding: that takes five passes, which the sets of MiniLLM (--suite) and the recipes of papers have."""
 
-    decoding: Literal["sample", "greedy"] = "sample"
-    """sample: temperature 1, top_p 1, no top_k, one pass per seed; greedy: one pass."""
+    decoding: Literal["sample", "greedy"] = "greedy"
+    """greedy: one pass; sample: MiniLLM's temperature 1, top_p 1, no top_k, and one pass per seed, which is the default
+    of `evaluate --suite dolly` and the other sets of MiniLLM."""
     seeds: list[int] = field(default_factory=lambda: [10, 20, 30, 40, 50], metadata=each_once(0, ", none below 0"))
     """Seeds of the sampling passes; the reported ROUGE-L is their mean."""
     no_repeat_ngram_size: int = field(default=6, metadata=at_least(0))

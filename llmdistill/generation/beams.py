@@ -23,6 +23,7 @@ from llmdistill.data.targets import Marks
 from llmdistill.generation.decode import gather_answers, plan_batches, shared_jobs
 from llmdistill.models.families import first_position
 from llmdistill.models.general import cache_argument
+from llmdistill.progress import progress
 from llmdistill.runtime.distributed import largest_number
 
 
@@ -190,7 +191,7 @@ def write_targets(
         return largest_number(int(not done)) == 0
 
     answers: dict[int, list[int]] = {}
-    for number, is_extra in shared_jobs(len(batches), synced=sharded):
+    for number, is_extra in progress([*shared_jobs(len(batches), synced=sharded)], "Answering", "batches"):
         batch = batches[number]
         with torch.no_grad():
             step = MaskedSteps(model, [sources[index] for index in batch], marks, settings.beams)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from llmdistill.data.prompts import answer_ends
 from llmdistill.errors import UserError
 from llmdistill.generation.response_rows import final_answers
-from llmdistill.progress import progress
+from llmdistill.progress import Activity
 from llmdistill.runtime.distributed import World, gather_objects
 
 Key = TypeVar("Key")
@@ -65,8 +65,37 @@ class Engine(Protocol):
         """
 
 
+class TokenCount(Activity, transformers.StoppingCriteria):
+    """Shows the generation while a batch runs, which may take minutes: transformers asks it after each token.
+
+    What is left is not known before the answers end, so the bar has the tokens that there are at most.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__("Answering", most, "tokens at most")
+        self._of_batch, self._ranks = 0, World.current().size
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: Any) -> torch.Tensor:
+        """Count a token of each row, and stop none."""
+        self._of_batch += len(input_ids)
+        self._count(len(input_ids))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def end_batch(self, most: int) -> None:
+        """Count what the answers of a batch, of at most so many tokens, did not need."""
+        self._count(most - self._of_batch)
+        self._of_batch = 0
+
+    def _count(self, tokens: int) -> None:
+        # Rank 0 alone shows the progress, and the others are about as fast.
+        self.advance(min(tokens * self._ranks, cast(int, self.total) - self._done))
+
+
 class HuggingFaceEngine:
     """Generates answers with transformers' generate, the whole batch at once."""
+
+    count: TokenCount | None = None
+    """Counts the tokens while they are generated, where somebody waits for them."""
 
     def __init__(
         self,
@@ -99,7 +128,7 @@ class HuggingFaceEngine:
         forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         with inference(self._model, self._arguments), forked:
             torch.manual_seed(seeds[0])
-            return new_tokens(self._model, prompt_ids, self._arguments, synced=self._synced)
+            return new_tokens(self._model, prompt_ids, self._arguments, synced=self._synced, count=self.count)
 
 
 def generate_passes(
@@ -130,11 +159,14 @@ def generate_passes(
     started = time.perf_counter()
     # By pass and index, because the ranks take the batches of all passes in turn.
     answers: dict[tuple[int, int], list[int]] = {}
-    for job, is_extra in shared_jobs(len(seeds) * len(batches), synced=synced):
-        pass_number, number = divmod(job, len(batches))
-        rows = answer_batch(engine, prompt_ids, batches, number, seeds[pass_number])
-        if not is_extra:
-            answers.update({(pass_number, index): row for index, row in rows.items()})
+    engine.count = count = TokenCount(len(seeds) * len(prompt_ids) * settings.max_new_tokens)
+    with count:
+        for job, is_extra in shared_jobs(len(seeds) * len(batches), synced=synced):
+            pass_number, number = divmod(job, len(batches))
+            rows = answer_batch(engine, prompt_ids, batches, number, seeds[pass_number])
+            count.end_batch(len(rows) * settings.max_new_tokens)
+            if not is_extra:
+                answers.update({(pass_number, index): row for index, row in rows.items()})
     if model.device.type == "cuda":  # kernels run asynchronously, and the seconds should include all of them
         torch.cuda.synchronize(model.device)
     gathered, seconds = gather_answers(answers, time.perf_counter() - started)
@@ -153,7 +185,7 @@ def shared_jobs(count: int, *, synced: bool) -> Iterator[tuple[int, bool]]:
     last one, and its result does not count.
     """
     world = World.current()
-    for first in progress(range(0, count, world.size), "Answering", "batches"):
+    for first in range(0, count, world.size):
         number = first + world.rank
         if number < count or synced:
             yield min(number, count - 1), number >= count
@@ -208,11 +240,13 @@ def new_tokens(
     *,
     synced: bool,
     noise: transformers.LogitsProcessor | None = None,
+    count: TokenCount | None = None,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt up to and including its end token, if the answer has one.
 
     arguments: with the tokens that end an answer as the list `eos_token_id`.
     noise: is added to the logits of each next token before the largest is taken.
+    count: counts the tokens while they are generated.
     """
     width = max(map(len, prompt_ids))
     # Padding on the left, so that the new tokens of all rows begin at the same place.
@@ -224,6 +258,7 @@ def new_tokens(
         generation_config=arguments,
         synced_gpus=synced,  # ranks whose answers are done go on with the others, which gather weights from them
         logits_processor=transformers.LogitsProcessorList([] if noise is None else [noise]),
+        stopping_criteria=transformers.StoppingCriteriaList([] if count is None else [count]),
     )
     answers = []
     for row in sequences[:, width:].tolist():

@@ -49,6 +49,17 @@ def test_batching_and_left_padding_do_not_change_greedy_answers(model, tokenizer
     assert result.seconds > 0
 
 
+def test_the_bar_counts_the_tokens_while_they_are_generated(model, tokenizer, monkeypatch):
+    counted = []
+    monkeypatch.setattr(decode.TokenCount, "advance", lambda self, tokens: counted.append((self.total, tokens)))
+    [result] = answers_to(model, tokenizer, PROMPTS, GREEDY)
+    whole = len(PROMPTS) * GREEDY.max_new_tokens
+    assert {total for total, _ in counted} == {whole}
+    assert sum(tokens for _, tokens in counted) == whole, "also what the answers did not need"
+    # A step of a batch counts each of its rows, so there are as many steps as the longest answers have tokens.
+    assert len(counted) >= 3 + result.tokens / GREEDY.batch_size
+
+
 def test_shipped_generation_settings_do_not_count_and_the_model_is_left_as_it_was(model, tokenizer):
     model.train().model.layers[1].eval()
     modes = {name: module.training for name, module in model.named_modules()}

@@ -9,7 +9,7 @@ from hostile import refuses
 from tiny import save_decoder, tiny_model
 from word_models import word_tokenizer
 
-from llmdistill.commands.evaluate import build_parser, chosen_sets, default_output
+from llmdistill.commands.evaluate import build_parser, chosen_sets, default_output, parse_scoring
 from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.collate import sample_id
@@ -61,7 +61,7 @@ def model():
 
 
 def test_score_is_the_mean_over_seeds_and_predictions_are_kept(model, tokenizer, tmp_path):
-    settings = GenerationConfig(seeds=[10, 20, 30])
+    settings = GenerationConfig(decoding="sample", seeds=[10, 20, 30])
     lines: list[str] = []
     folder, limits = tmp_path / "new", Limits(**LIMITS)
     scores = score_sets(
@@ -156,6 +156,12 @@ def test_sets_by_name_come_from_the_hub_or_the_package_or_a_folder(tmp_path):
     files = {"dolly": str(tmp_path / "dolly_sample.jsonl"), "vicuna": str(tmp_path / "vicuna.jsonl")}
     assert suite_sets("dolly,vicuna,seen", tmp_path) == {**files, "seen": "embedded:seen"}
     refuses("no self_inst.jsonl (there is dolly_sample.jsonl, vicuna.jsonl", suite_sets, "self_inst", tmp_path)
+
+
+def test_only_the_sets_of_minillm_are_sampled_by_default():
+    given = {"--data a.jsonl": "greedy", "--suite wikitext2": "greedy", "--suite wikitext2,dolly": "sample"}
+    given |= {"--suite dolly --decoding greedy": "greedy", "--data a.jsonl --decoding sample": "sample"}
+    assert {words: parse_scoring(f"--model m {words}".split()).decoding for words in given} == given
 
 
 def test_suite_and_files_together_and_the_default_output():
