@@ -72,6 +72,7 @@ def share_out(total: int, weights: Sequence[float]) -> list[int]:
     for number in order[: max(0, total - sum(counts))]:
         counts[number] += 1
     while sum(counts) > total:  # because tiny parts got their one example
+        # From the largest part, whose share changes least.
         counts[counts.index(max(counts))] -= 1
     return counts
 

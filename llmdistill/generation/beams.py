@@ -146,6 +146,7 @@ class MaskedSteps:
         place_Q = self._written + torch.arange(count, device=tokens_NQ.device)
         before_QT = torch.arange(self._written + count, device=tokens_NQ.device) <= place_Q[:, None]
         seen_NQT = torch.cat([self._real_NS[:, None].expand(-1, count, -1), before_QT.expand(rows, -1, -1)], dim=2)
+        # Positions go on after the real tokens of the source, whatever padding its row has.
         result = self._run_model(self._model, tokens_NQ, seen_NQT[:, None], self._lengths_N1 + place_Q, segment=1)
         self._written += count - 1  # without the mask, which the next step crops
         logits_NV = result.logits[:, -1]
@@ -182,6 +183,7 @@ def write_targets(
         batch_size: sources at once on each rank; each has as many rows as there are beams.
         sharded: whether the model's forward pass needs every rank (ZeRO-3).
     """
+    # All sources, and not each rank's, so that a batch holds the same ones on any number of ranks.
     batches = plan_batches(sources, batch_size)
     is_forbidden = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
     is_forbidden[list(marks.unwritten)] = True

@@ -72,6 +72,7 @@ def token_losses(
     """
     # Before no_grad, within which is_grad_enabled is False.
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in student.tensors]
+    # Its logits would be computed, and read by no term.
     if all(term.divergence is None for term in terms):
         teacher = None
     with torch.no_grad():

@@ -75,26 +75,23 @@ def exit_code(job: Callable[[], None]) -> int:
     return ending.code
 
 
-def _report_failure(failure: BaseException) -> int:
-    if launched_ranks() > 1:
-        return _end_rank(failure)
-    remedy = _out_of_memory(failure)
-    if remedy is not None:
-        traceback.print_exception(failure)
-    print(f"{signals.line_start()}error: {remedy or failure}", file=sys.stderr, flush=True)
-    return failure.code if isinstance(failure, Stopped | UserError) else 1
-
-
 _HEARING_SECONDS = 3.0
 """How long a rank whose failure another rank explains waits before it ends. The launcher ends it in that time."""
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 
 
-def _end_rank(error: BaseException) -> int:
-    """Say which rank failed and why, and return its exit code, or end the process if it has joined a process group.
+def _report_failure(error: BaseException) -> int:
+    """Say why a command fails and return its exit code, or end the process if it has joined a process group.
 
-    One rank of a node says why: rank 0 what every rank is known to raise, and else the first one that has a reason.
+    Of several ranks of a node one says which failed and why: rank 0 what every rank is known to raise, and else the
+    first one that has a reason.
     """
+    if launched_ranks() == 1:
+        remedy = _out_of_memory(error)
+        if remedy is not None:
+            traceback.print_exception(error)
+        print(f"{signals.line_start()}error: {remedy or error}", file=sys.stderr, flush=True)
+        return error.code if isinstance(error, Stopped | UserError) else 1
     signals.set_handlers(signal.SIG_IGN)  # what the launcher does about another rank must not come before the reason
     rank = int(os.environ.get("RANK", "0"))
     module = sys.modules.get("llmdistill.runtime.distributed")

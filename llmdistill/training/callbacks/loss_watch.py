@@ -85,6 +85,7 @@ class LossWatch:
                 f"the loss is {loss:.4g} at step {step}, {_times(loss, self.lowest)} the lowest one before it: the "
                 "student diverges; stop the run, and lower train.learning_rate or warm up for longer"
             )
+        # After the comparison, and of every step: the lowest loss is also what a row of the log is compared with.
         self.lowest = min(self.lowest, loss)
         if not self._diverged and len(self._before) >= _FEWEST and self._spikes < _MOST_SPIKES:
             usual = median(self._before)
