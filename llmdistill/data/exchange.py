@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+
+from llmdistill.memo import cached_by
 
 Value = TypeVar("Value")
 
@@ -21,11 +22,18 @@ class Exchange:
     group: Any = None
 
     @classmethod
+    @cached_by(lambda cls, timeout: (cls, dist.group.WORLD, timeout))
     def of_all_ranks(cls, timeout: timedelta) -> Exchange:
-        """Open the exchange among all ranks, which wait so long for each other; every rank must call this function."""
+        """Open the exchange among all ranks, which wait so long for each other; every rank must call this function.
+
+        It is opened once for each process group of all ranks: a second one would only cost sockets.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return ALONE
-        return cls(dist.get_rank(), dist.get_world_size(), _open_group(dist.group.WORLD, timeout))
+        # Gloo and not NCCL, which copies objects through the GPU: they would compete with the training step, and a run
+        # on the CPU has no NCCL.
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(dist.get_rank(), dist.get_world_size(), group)
 
     def deal(self, parts: list[Value] | None) -> Value:
         """Return this rank's part of what rank 0 gives, one part a rank; the others give None."""
@@ -44,11 +52,3 @@ class Exchange:
 
 
 ALONE = Exchange()
-
-
-@cache
-def _open_group(_everyone: Any, timeout: timedelta) -> Any:
-    """Open one group for each process group of all ranks, and reuse it: a second one would only cost sockets."""
-    # Gloo and not NCCL, which copies objects through the GPU: they would compete with the training step, and a run on
-    # the CPU has no NCCL.
-    return dist.new_group(backend="gloo", timeout=timeout)
