@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import HeadInputs, OtherTokens, TeacherRows, TopK
+from llmdistill.losses.divergence import FORWARD_KL
+from llmdistill.losses.head import token_losses
 from llmdistill.losses.other_tokens import exact_logits
+from llmdistill.losses.terms import TokenTerm
 
 _CHUNK = 256
 """Rows whose logits are in memory at a time."""
@@ -44,6 +47,14 @@ def log_probs_of(student: HeadInputs, labels_N: Tensor) -> Tensor:
         for here in _split_rows(student)
     ]
     return torch.cat(rows)
+
+
+def divergence_from(exact: HeadInputs, other: HeadInputs) -> Tensor:
+    """Return Σ KL(exact ‖ other) over all rows, in nats: a scalar, at least fp32."""
+    labels_N = torch.zeros(len(exact.rows), dtype=torch.int64, device=exact.rows.device)  # a divergence reads no label
+    one = torch.ones(1, device=exact.rows.device)
+    with torch.no_grad():
+        return token_losses(other, exact, labels_N, [TokenTerm("kl", FORWARD_KL)], one).sums[0]
 
 
 def _split_rows(head: HeadInputs) -> list[slice]:

@@ -133,7 +133,8 @@ def trace_cache(
     tapped_teacher = tap_teacher(method, teacher, vocabulary=vocabulary)
     with on_gpu(), tracer, torch.no_grad():
         outputs = tapped_teacher.compute_targets(batch, lm_head=method.teacher_positions)
-        rows = to_rows(outputs, batch, request, top_k=settings.stored_top_k, vocabulary=vocabulary)
+        top_k, in_8_bits = settings.stored_top_k, settings.dtype == "int8"
+        rows = to_rows(outputs, batch, request, top_k=top_k, vocabulary=vocabulary, in_8_bits=in_8_bits)
     tapped_teacher.remove()
     head = next((inputs for inputs in outputs.lm_head.values() if isinstance(inputs, HeadInputs)), None)
     return CacheTrace(

@@ -17,16 +17,14 @@ from llmdistill.config.student import QuantizeConfig
 from llmdistill.config.teacher import TeacherBits
 from llmdistill.errors import UserError
 from llmdistill.files import byte_size
-from llmdistill.losses.divergence import FORWARD_KL
-from llmdistill.losses.head import token_losses
-from llmdistill.losses.terms import TokenTerm
+from llmdistill.losses.agreement import divergence_from
 from llmdistill.models.quantized import bits_of, check_torchao, quantized_linears, round_linears
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.taps import Recorder
 
-_MOST_NATS = 1e-2
+MOST_NATS = 1e-2
 """A divergence from the exact teacher above this is warned of, in nats a token."""
 _FP8_CAPABILITY = (8, 9)
 """The first GPUs that multiply in fp8: L4, L40S; then H100."""
@@ -65,7 +63,7 @@ def round_teacher(
         print_main(text)
         return None
     print_main(f"{text}; on the first batch its predictions are {nats:.2g} nats a token from the exact ones")
-    if nats > _MOST_NATS:
+    if nats > MOST_NATS:
         warn_main(
             f"{key} {bits}: its predictions are {nats:.2g} nats a token (KL) from those of the exact teacher, which "
             f"the student cannot tell from knowledge: take {'none' if bits == 'int8' else 'int8'}"
@@ -91,10 +89,8 @@ def _predict(tapped: TappedModel, batch: Batch) -> HeadInputs:
 
 def _divergence(exact: HeadInputs, rounded: HeadInputs) -> float:
     """Return the mean KL(exact ‖ rounded) in nats over the rows of all ranks."""
-    rows, device = len(exact.rows), exact.rows.device
-    labels_N = torch.zeros(rows, dtype=torch.int64, device=device)  # a divergence reads no label
-    kl = token_losses(rounded, exact, labels_N, [TokenTerm("kl", FORWARD_KL)], torch.ones(1, device=device)).sums
-    sums = torch.stack([kl[0].double(), kl.new_tensor(rows, dtype=torch.float64)])
+    kl = divergence_from(exact, rounded)
+    sums = torch.stack([kl.double(), kl.new_tensor(len(exact.rows), dtype=torch.float64)])
     all_reduce_sum(sums)
     total, count = sums.tolist()
     return total / max(1.0, count)

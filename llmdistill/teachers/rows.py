@@ -3,7 +3,8 @@
 The rows of an example do not depend on the batch, its padding, or the row in which the example is packed. The names of
 the tensors begin with the positions to which their rows belong:
 
-    labels.states, tokens.states        (N, K), inputs of the last linear of the LM head
+    labels.states, tokens.states        (N, K), inputs of the last linear of the LM head, or these / scale in int8
+    labels.scale, tokens.scale          (N,) fp32, the scale of each row of states in int8
     labels.top, tokens.top              (N, k) int32, the most likely tokens
     labels.log_probs, tokens.log_probs  (N, k), their log-probabilities
     labels.tail.2.0, tokens.tail.2.0    (N,), the log-mass of the rest at temperature 2
@@ -89,7 +90,13 @@ def row_positions(name: str) -> Positions:
 
 
 def to_rows(
-    outputs: Outputs, batch: Batch, request: Request, *, top_k: int | None, vocabulary: int | None
+    outputs: Outputs,
+    batch: Batch,
+    request: Request,
+    *,
+    top_k: int | None,
+    vocabulary: int | None,
+    in_8_bits: bool = False,
 ) -> dict[str, Tensor]:
     """Return the rows of all examples of a batch, one after the other in the order of its `sample_ids`.
 
@@ -99,6 +106,7 @@ def to_rows(
         request: the outputs to store.
         top_k: number of most likely tokens to keep; None keeps hidden states.
         vocabulary: the first tokens, which are compared; None compares all.
+        in_8_bits: whether hidden states are rounded to int8, with a scale for each row.
     """
     rows: dict[str, Tensor] = {}
     for place in request.positions:
@@ -106,7 +114,7 @@ def to_rows(
         assert isinstance(head, HeadInputs), "a cache is made from a live teacher"
         if top_k is None:
             assert head.weight is not None, "hidden states need the head"
-            rows[f"{place}.states"] = head.rows
+            rows |= round_states(head.rows, place) if in_8_bits else {f"{place}.states": head.rows}
             continue
         head = cut(head, vocabulary)
         parts = [
@@ -128,6 +136,13 @@ def to_rows(
         assert outputs.sequence_logits is not None, "the teacher has no head for sequences"
         rows["sequences.logits"] = outputs.sequence_logits
     return rows
+
+
+def round_states(rows_NK: Tensor, place: Positions) -> dict[str, Tensor]:
+    """Return rows in int8, the largest of each as 127, and their scales."""
+    exact_NK = rows_NK.float()
+    scale_N = exact_NK.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return {f"{place}.states": (exact_NK / scale_N[:, None]).round_().to(torch.int8), f"{place}.scale": scale_N}
 
 
 def top_rows(top: TopK, place: Positions) -> dict[str, Tensor]:
@@ -184,7 +199,11 @@ def to_outputs(
     for place in request.positions:
         if top_k is None:
             assert head is not None, "hidden states need the head"
-            lm_head[place] = head._replace(rows=read(f"{place}.states"))
+            states_NK = read(f"{place}.states")
+            if states_NK.dtype == torch.int8:
+                assert head.weight is not None, "a cache has the head of its hidden states"
+                states_NK = (states_NK * read(f"{place}.scale")[:, None]).to(head.weight.dtype)
+            lm_head[place] = head._replace(rows=states_NK)
         else:
             rest = {t: read(f"{place}.tail.{t}") for t in request.temperatures}
             lm_head[place] = TopK(read(f"{place}.top").long(), read(f"{place}.log_probs"), rest)

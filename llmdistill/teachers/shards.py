@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, TopK
 from llmdistill.config.cache import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.files import is_unused, write_json
+from llmdistill.losses.agreement import divergence_from
 from llmdistill.models.sharded import gathered
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World
+from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.teachers.cache_folder import (
     CACHE_FILE,
@@ -32,6 +34,7 @@ from llmdistill.teachers.cache_folder import (
     shard_name,
     write_tensors,
 )
+from llmdistill.teachers.few_bits import MOST_NATS
 from llmdistill.teachers.rows import Request, rows_of_samples, to_rows, top_rows
 
 Shard = list[list[int]]
@@ -95,6 +98,9 @@ def claim(job: Job) -> list[int]:
     subject = f"--output {job.folder}: it holds another cache"
     # cache.json has the sizes of the files too, which are not part of the request.
     old = None if request is None else {key: request.get(key) for key in job.record}
+    if old is not None and isinstance(old.get("settings"), dict):
+        # The record may be older than a setting, whose default it then had.
+        old["settings"] = {**asdict(CacheConfig()), **old["settings"]}
     compare_records(old, job.record, subject=subject, remedy=remedy)
     if finished is None:
         write_json(job.folder / REQUEST_FILE, job.record)
@@ -134,7 +140,8 @@ def write_by_teacher(job: Job, missing: Sequence[int], teacher: TappedModel, *, 
         num_own = len(shard) if has_own else 0
         # A sharded teacher needs every rank in each pass, also one whose shard has fewer batches or that has none.
         for index in range(max(len(job.shards[each]) for each in numbers) if sharded else num_own):
-            batch, outputs, rows = _run_teacher(job, teacher, shard, index)
+            is_first = numbers is rounds[0] and index == 0
+            batch, outputs, rows = _run_teacher(job, teacher, shard, index, tell=is_first and world.is_main)
             if index < num_own:
                 finished.append((batch, rows))
                 scaling = outputs.taps.scaling
@@ -176,10 +183,25 @@ def write_by_scorer(job: Job, missing: Sequence[int], score: Callable[[list[list
         _save(job, number, made, {})
 
 
-def _run_teacher(job: Job, teacher: TappedModel, shard: Shard, number: int) -> tuple[Batch, Outputs, dict[str, Tensor]]:
+def _tell_rounding(head: HeadInputs, rows: Mapping[str, Tensor], request: Request) -> None:
+    """Print how far hidden states in int8 move the distributions of a batch; `head` has its exact rows."""
+    assert head.weight is not None, "hidden states need the head"
+    place = request.positions[0]
+    states_NK = rows[f"{place}.states"] * rows[f"{place}.scale"][:, None]
+    rounded = head._replace(rows=states_NK.to(head.weight.dtype))
+    nats = float(divergence_from(head, rounded)) / max(1, len(states_NK))
+    print_main(f"Note        hidden states in int8: on the first batch {nats:.2g} nats a token from the exact ones")
+    if nats > MOST_NATS:
+        warn_main(f"--cache.dtype int8 moves the teacher's distributions by {nats:.2g} nats a token: take auto")
+
+
+def _run_teacher(
+    job: Job, teacher: TappedModel, shard: Shard, number: int, *, tell: bool
+) -> tuple[Batch, Outputs, dict[str, Tensor]]:
     """Run the teacher on a batch of a shard: the batch, on the CPU, the outputs, and the rows to keep.
 
     The number may be beyond the last batch, which is then run again: a sharded teacher needs all ranks in each pass.
+    `tell` prints what rounding changes.
     """
     batch = job.batch(shard[min(number, len(shard) - 1)])
     moved = batch.to(World.current().device)
@@ -195,5 +217,8 @@ def _run_teacher(job: Job, teacher: TappedModel, shard: Shard, number: int) -> t
                 scale = {} if head.scale.is_plain else {"scale": json.dumps(head.scale)}
                 on_cpu = {name: each.detach().cpu() for name, each in tensors.items()}
                 write_tensors(job.folder, HEAD_FILE, on_cpu, scale)
-            rows = to_rows(outputs, moved, job.request, top_k=job.top_k, vocabulary=job.vocabulary)
+            in_8_bits, vocabulary = job.settings.dtype == "int8", job.vocabulary
+            rows = to_rows(outputs, moved, job.request, top_k=job.top_k, vocabulary=vocabulary, in_8_bits=in_8_bits)
+            if in_8_bits and head is not None and tell:
+                _tell_rounding(head, rows, job.request)
     return batch, outputs, {name: each.cpu() for name, each in rows.items()}

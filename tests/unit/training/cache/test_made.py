@@ -1,6 +1,7 @@
 """A teacher's outputs in a file: the losses of the live teacher, its size, and what is left of an interruption."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from caches import SMALL, TOP_K, batches, cached, checked, loaded, losses, model
 from glue_tasks import write_task
 from hostile import refuses
+from safetensors import safe_open
 from stand_in_server import serving
 from torch.nn import functional
 from transformers import LlamaForSequenceClassification
@@ -17,6 +19,7 @@ from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.config.machine import MachineConfig
 from llmdistill.data.sampler import Share
+from llmdistill.losses.agreement import divergence_from
 from llmdistill.methods import METHODS
 from llmdistill.planning.cache_forecast import CacheRequest, forecast_cache
 from llmdistill.planning.dry_run import estimate_cost
@@ -94,10 +97,49 @@ def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
     assert float(found) == pytest.approx(total, rel=1e-5)
 
 
+def test_hidden_states_in_8_bits_move_the_distributions_within_their_bound(planned, made, capsys):
+    """Rounding moves a logit by less than half a scale times the sum of its weights, and so bounds the divergence."""
+    plan, data = planned()
+    folders = made(), made(settings=replace(SMALL, dtype="int8"))
+    said = capsys.readouterr().out
+    (batch, *_) = batches(plan, data)
+    exact, rounded = (
+        cached(plan, folder).compute_targets(batch, lm_head=["labels"]).lm_head["labels"] for folder in folders
+    )
+    with safe_open(folders[1] / "shards/00000.safetensors", framework="pt") as file:
+        states, scale = file.get_tensor("labels.states"), file.get_tensor("labels.scale")
+    assert (states.dtype, states.abs().amax(1).unique().tolist()) == (torch.int8, [127])
+    assert states.nbytes + scale.nbytes == len(states) * (32 + 4), "fp32 would take four times the states"
+    error_N = exact.rows.abs().amax(1, keepdim=True) / 127 / 2
+    assert ((rounded.rows - exact.rows).abs() <= error_N * (1 + 1e-5)).all()
+    log_p, log_q = ((each.rows.double() @ each.weight.double().T).log_softmax(-1) for each in (exact, rounded))
+    kl_N = (log_p.exp() * (log_p - log_q)).sum(-1)
+    # The divergence of logits that differ by numbers in an interval is at most its width squared / 8 (Hoeffding).
+    widest = torch.cdist(exact.weight, exact.weight, p=1).max()
+    assert (kl_N <= (error_N[:, 0] * widest) ** 2 / 8).all()
+    assert float(divergence_from(exact, rounded)) == pytest.approx(kl_N.sum().item(), rel=1e-2, abs=1e-6)
+    nats = float(re.search(r"in int8: on the first batch (\S+) nats a token", said)[1])
+    assert 0 < nats < 1e-3
+
+
+def test_a_cache_from_before_a_setting_goes_on(planned, broken):
+    record = json.loads((broken / "cache.json").read_text())
+    del record["settings"]["dtype"]
+    (broken / "cache.json").write_text(json.dumps(record))
+    (broken / "shards/00001.safetensors").unlink()
+    cache.make_cache(*planned(), SMALL, broken)
+    checked(planned, broken)
+    refuses("it holds another cache", cache.make_cache, *planned(), replace(SMALL, dtype="int8"), broken)
+
+
 @pytest.mark.parametrize(
     ("words", "settings"),
-    [(["--method", "kd"], SMALL), (METHOD_SETTINGS["makd"], CacheConfig(content="top_k", top_k=4))],
-    ids=["hidden states", "taps and top k"],
+    [
+        (["--method", "kd"], SMALL),
+        (["--method", "kd"], replace(SMALL, dtype="int8")),
+        (METHOD_SETTINGS["makd"], CacheConfig(content="top_k", top_k=4)),
+    ],
+    ids=["hidden states", "in 8 bits", "taps and top k"],
 )
 def test_forecast_of_its_size_is_its_size(planned, made, words, settings):
     plan, data = planned(*words)
