@@ -69,6 +69,8 @@ class HookSums:
         self.handles: list[RemovableHandle] = []
         self.mask = torch.empty(0)
         """(B, T), the positions of the pass that count."""
+        self._places_N = torch.empty(0, dtype=torch.long)
+        """The same as indices of the rows (B T)."""
         # fp64 counts exactly up to 2^53; fp32 would stop at 17 million tokens.
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         """The number of tokens so far."""
@@ -81,11 +83,13 @@ class HookSums:
         self._called = set[str]()
 
     def count(self, mask_BT: Tensor) -> None:
-        """Let the next pass be added up at the positions of the mask; padding is left out."""
-        self.mask = mask_BT
+        """Let the next pass be added up at the positions of the mask, on any device; padding is left out."""
         self._called.clear()
+        # A GPU is asked once a pass, not at each linear, and not at all if the mask comes from the host.
         self._is_whole = bool(mask_BT.all())
-        self.tokens += mask_BT.sum()
+        self._places_N = mask_BT.flatten().nonzero()[:, 0].to(self.tokens.device)
+        self.mask = mask_BT.to(self.tokens.device)
+        self.tokens += len(self._places_N)
 
     def check(self, name: str, values: Tensor) -> None:
         """Check the inputs of a module in a call (B, T, K).
@@ -114,7 +118,7 @@ class HookSums:
         if self._is_whole:
             return rows_NK
         if len(rows_NK) == self.mask.numel():
-            return rows_NK[self.mask.flatten()]
+            return rows_NK.index_select(0, self._places_N)
         self._check_odd()
         return rows_NK[:0]
 
@@ -135,7 +139,7 @@ class HookSums:
 
     def _check_odd(self) -> None:
         # A batch that is repeated for the sake of other ranks counts nothing, whatever its rows are.
-        if self.mask.any():
+        if len(self._places_N):
             raise UserError(
                 "a linear reads other rows than the tokens of a batch, so that padding cannot be told from them: set "
                 "student.factorize.calibration.micro_batch_size to 1"
@@ -234,10 +238,10 @@ def run_passes(
     try:
         with Activity(passes.what, total, "batches", done=passes.done) as activity:
             for number in range(passes.done, total):
-                moved = batches[number % len(batches)].to(model.device)
+                batch = batches[number % len(batches)]
                 # A batch that is repeated for the sake of the other ranks counts nothing.
-                sums.count((moved.attention_mask != 0) & (number < len(batches)))
-                step(moved)
+                sums.count((batch.attention_mask != 0) & (number < len(batches)))
+                step(batch.to(model.device))
                 sums.finish()
                 activity.advance()
                 passes.after(sums, number + 1, total)

@@ -58,6 +58,38 @@ def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return leading_svd(matrix, rank)
 
 
+def truncated_svds(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `truncated_svd` of each of P matrices (P, n, m), stacked: U (P, n, k), Σ (P, k), Vᵀ (P, k, m).
+
+    On a GPU the eigenvectors of all Gram matrices come from one call, whatever their size.
+    """
+    if len(matrices) == 1:
+        u, s, vh = truncated_svd(matrices[0], rank)
+        return u[None], s[None], vh[None]
+    return gram_svds(matrices, rank)
+
+
+def gram_svds(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `truncated_svds` by the Gram matrices, whose values and vectors are checked on all matrices at once."""
+    if matrices.shape[1] > matrices.shape[2]:
+        left, values, right = gram_svds(matrices.mT, rank)
+        return right.mT, values, left.mT
+    wide = matrices.double()
+    squares, vectors = (ascending.flip(-1) for ascending in torch.linalg.eigh(wide @ wide.mT))
+    u = vectors[..., :rank]
+    scaled = u.mT @ wide
+    s = torch.linalg.vector_norm(scaled, dim=-1)
+    # Where values are equal, or too small for a square, the rules of one matrix choose the vectors.
+    leading = squares[:, : rank + 1]
+    equal = (leading[:, :-1] - leading[:, 1:] <= CHANCE * leading[:, :-1]).any(-1)
+    odd = equal | (s[:, -1] <= SMALLEST_RATIO * s[:, 0])
+    found = u, s, scaled / s[..., None].clamp(min=torch.finfo(s.dtype).tiny)
+    for place in odd.nonzero()[:, 0].tolist():
+        for stacked, values in zip(found, truncated_svd(matrices[place], rank), strict=True):
+            stacked[place] = values
+    return _stored(found, matrices)
+
+
 def leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `truncated_svd` does, for few singular values of a matrix with a very short side or a very long one.
 

@@ -30,7 +30,7 @@ from llmdistill.students.start.sampled import (
     running_as,
     tapped_output,
 )
-from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD
+from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, held_at
 from llmdistill.students.svd import truncated_svd
 
 
@@ -110,7 +110,7 @@ class _LossSums(HookSums):
         self, model: PreTrainedModel, factors: Mapping[str, WeightedSVD], prefix: str, reads: Reads | None
     ) -> None:
         super().__init__(model.device)
-        self._factors = factors
+        self._factors = held_at(factors, model.device)
         self._changed = frozenset() if reads is None else reads.changed
         self._moved: dict[str, Tensor] = {}
         """(B, k), how far each factor moves the loss of each sequence of the pass, over all calls of the linear."""
@@ -187,7 +187,9 @@ def divergences(
         cuts: the cuts by name.
         batches: the batches, on any device.
     """
-    totals, count = dict.fromkeys(cuts, 0.0), 0
+    # On the device, which is asked once at the end.
+    totals = {name: torch.zeros((), dtype=torch.float64, device=model.device) for name in cuts}
+    cuts, count = {name: weighted.at(model.device) for name, weighted in cuts.items()}, 0
     with tapped_output(model) as tapped:
         for batch in progress(batches, "Held-out check", "batches"):
             moved = batch.to(model.device)
@@ -197,10 +199,10 @@ def divergences(
                 with cut(model, weighted):
                     changed = judged_rows(tapped, moved)[0]
                 if not classes:
-                    totals[name] += float((dense.rows - changed.rows).square().sum() / 2)
+                    totals[name] += (dense.rows - changed.rows).square().sum() / 2
                     continue
                 labels_N = torch.zeros_like(dense.rows[:, 0], dtype=torch.long)  # which this term does not read
                 with gathered(dense.weight, dense.bias):
                     divergence = token_losses(changed, dense, labels_N, [TokenTerm("", FORWARD_KL)], torch.ones(1))
-                totals[name] += float(divergence.sums)
-    return {name: total / max(count, 1) for name, total in totals.items()}
+                totals[name] += divergence.sums.sum()
+    return {name: float(total) / max(count, 1) for name, total in totals.items()}

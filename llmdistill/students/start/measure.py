@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from llmdistill.batch import Batch
 from llmdistill.config import CalibrationConfig
 from llmdistill.models.families import is_causal
 from llmdistill.models.sharded import gathered
-from llmdistill.progress import progress
+from llmdistill.progress import Activity
 from llmdistill.runtime.devices import give_back_memory
 from llmdistill.runtime.distributed import (
     World,
@@ -37,7 +38,7 @@ from llmdistill.students.start.calibration_folder import read_sums, write_sums
 from llmdistill.students.start.cuts import predict_losses
 from llmdistill.students.start.moments import NOT_SAVED, Moments, PartialSums, Saving, measure_moments
 from llmdistill.students.start.sampled import Reads, Sampling, watch_reads
-from llmdistill.students.start.weighted import WeightedSVD, weighted_svd
+from llmdistill.students.start.weighted import WeightedSVD, weighted_svds
 from llmdistill.students.start.weighted_embedding import WeightedTable, measure_table, weighted_table
 from llmdistill.students.start.weighted_kronecker import weighted_kronecker
 
@@ -48,8 +49,13 @@ LOSS_SHARE, LOSS_EXAMPLES, LOSS_TOKENS = 8, 64, 128
 decoder from the first LOSS_TOKENS tokens of each (`first_tokens`)."""
 KEEP_SECONDS = 120
 """The time between two saves of the sums of a pass."""
-DECOMPOSE: dict[str, Callable[[Tensor, Moments, Any], Any]] = {"svd": weighted_svd, "kronecker": weighted_kronecker}
-"""(weight (m, n), moments, rank or shape) -> the weighted factors, by the method of the factorization."""
+DECOMPOSE: dict[str, Callable[[Sequence[Tensor], Sequence[Moments], Sequence[Any]], Sequence[Any]]] = {
+    "svd": weighted_svds,
+    "kronecker": lambda *matrices: list(map(weighted_kronecker, *matrices)),
+}
+"""(weights (m, n) of one shape, moments, ranks or shapes) -> the weighted factors, by the method of the
+factorization."""
+_CPU = torch.device("cpu")
 _OTHER_LABELS = 2**31
 """Added to the seed of the labels, so that a cut is judged by other labels than those that it was fitted to."""
 
@@ -236,16 +242,24 @@ class Measurement:
                     weights[name] = weight.clone() if hasattr(parameter, "ds_id") else weight
 
         def decompose() -> dict[str, Any]:
-            decomposed = {}
-            for name in progress(list(moments), "Decomposing", "matrices"):
-                # Out of the dict, so that a matrix and its moments are freed when they are decomposed.
-                weight = weights.pop(name)
-                moved = weight if self.device is None else weight.to(self.device)
-                factors = DECOMPOSE[self.method](moved, moments.pop(name), wanted[name])
+            decomposed = dict[str, Any]()
+            if not moments:
+                return {}
+            device = next(iter(weights.values())).device if self.device is None else self.device
+            parts = together(weights, device) if self.method == "svd" else [[name] for name in weights]
+
+            def run(names: list[str]) -> None:
+                # Out of the dicts, so that matrices and their moments are freed when they are decomposed.
+                moved, own = [weights.pop(name).to(device) for name in names], [moments.pop(name) for name in names]
+                found = DECOMPOSE[self.method](moved, own, [wanted[name] for name in names])
                 # On the CPU, as the factors of all matrices together may be larger than the model.
-                decomposed[name] = factors.to(torch.device("cpu"))
-                give_back_memory()
-            return decomposed
+                decomposed.update({name: each.to(_CPU) for name, each in zip(names, found, strict=True)})
+                if device.type == "cpu":
+                    give_back_memory()
+
+            names = list(moments)
+            in_threads(run, parts, workers(weights, model) if device.type == "cpu" else 1)
+            return {name: decomposed[name] for name in names}
 
         return on_every(decompose)
 
@@ -276,6 +290,48 @@ class Measurement:
 
         with gathered(parameter):
             return on_every(decompose)
+
+
+def together(weights: Mapping[str, Tensor], device: torch.device) -> list[list[str]]:
+    """Return the names of matrices that are decomposed in one call: on a GPU those of a shape, as its memory allows."""
+    if device.type == "cpu":
+        return [[name] for name in weights]
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, weight in weights.items():
+        groups.setdefault(tuple(weight.shape), []).append(name)
+    parts = []
+    for (m, n), names in groups.items():
+        size = max(1, torch.cuda.mem_get_info(device)[0] // 2 // working_bytes(m, n))
+        parts += [names[start : start + size] for start in range(0, len(names), size)]
+    return parts
+
+
+def working_bytes(m: int, n: int) -> int:
+    """Return about how much memory the decomposition of an (m, n) matrix takes: copies in fp64, and eigenvectors."""
+    return 8 * (3 * (m * m + n * n) + 4 * m * n)
+
+
+def workers(weights: Mapping[str, Tensor], model: PreTrainedModel) -> int:
+    """Return the number of matrices that a CPU decomposes at a time, in about half of the teacher's memory in fp32."""
+    room = 2 * sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters())
+    largest = max((working_bytes(*weight.shape) for weight in weights.values()), default=1)
+    return max(1, min(torch.get_num_threads(), room // largest))
+
+
+def in_threads(run: Callable[[list[str]], object], parts: Sequence[list[str]], count: int) -> None:
+    """Call a function for each part, `count` at a time, with the threads of torch divided among them.
+
+    Of a matrix of a few hundred rows several threads wait for each other longer than they work.
+    """
+    threads, total = torch.get_num_threads(), sum(map(len, parts))
+    own = partial(torch.set_num_threads, max(1, threads // count))
+    own()  # new threads have the number of this one, and some libraries a number for all
+    try:
+        with Activity("Decomposing", total, "matrices") as activity, ThreadPoolExecutor(count, initializer=own) as pool:
+            for part, _ in zip(parts, pool.map(run, parts), strict=True):
+                activity.advance(len(part))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def first_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> Sequence[Batch]:

@@ -152,7 +152,8 @@ def run_sampled(
         dropped = max(0, math.ceil(len(layers) * (1 - limit / batch.input_ids.numel()))) if gradients else len(layers)
         again = layers[:dropped] if gradients else []
         # Memory that a layer frees lies between the tensors that it keeps; returned at once, it does not fragment.
-        handles = [layer.register_forward_hook(lambda *_: give_back_memory()) for layer in layers[dropped:]]
+        kept = layers[dropped:] if model.device.type == "cpu" else []  # a GPU's memory is not the heap's
+        handles = [layer.register_forward_hook(lambda *_: give_back_memory()) for layer in kept]
         try:
             with torch.set_grad_enabled(gradients), _recomputing(again, sums):
                 loss = _make_sampled_loss(tapped, batch, sampling.seed, sums.add_probabilities)
@@ -166,7 +167,8 @@ def run_sampled(
         finally:
             for handle in handles:
                 handle.remove()
-        give_back_memory()
+        if model.device.type == "cpu":
+            give_back_memory()
 
     def run_all(reads: Reads | None) -> _AnySums:
         sums = make(reads)

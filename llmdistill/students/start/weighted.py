@@ -8,10 +8,10 @@ both the singular values of all matrices are in the unit of the loss.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from llmdistill.config.student import FactorForm, RankMultiple
 from llmdistill.errors import UserError
 from llmdistill.students.kinds import Sigma, low_rank_values
 from llmdistill.students.start.moments import Moments
-from llmdistill.students.svd import determine_vectors, factor_params, truncated_svd, useful_ranks
+from llmdistill.students.svd import determine_vectors, factor_params, truncated_svds, useful_ranks
 
 if TYPE_CHECKING:
     from llmdistill.students.start.weighted_embedding import WeightedTable
@@ -94,48 +94,65 @@ def weighted_svd(weight: Tensor, moments: Moments, rank: int) -> WeightedSVD:
     Raises:
         UserError: the moments are not positive after damping.
     """
-    inner = damp(moments.inputs.to(weight.device), INPUT_DAMPING)[1]
-    outer = None if moments.gradients is None else damp(moments.gradients.to(weight.device), GRADIENT_DAMPING)[1]
-    # Rᵀ W L, (m, n)
-    whitened = weight.double() @ inner
-    if outer is not None:
-        whitened = outer.T @ whitened
-    u, s, vh = truncated_svd(whitened, rank)
+    return weighted_svds([weight], [moments], [rank])[0]
+
+
+def weighted_svds(weights: Sequence[Tensor], moments: Sequence[Moments], ranks: Sequence[int]) -> list[WeightedSVD]:
+    """Return what `weighted_svd` does for several weights (m, n) of one shape and device, all in the same calls.
+
+    A GPU is idle between the small calls of a single matrix.
+    """
+    device, weighted = weights[0].device, moments[0].gradients is not None
+    # Legend: P matrices of a shape.
+    inner_Pnn = damp(torch.stack([each.inputs.to(device) for each in moments]), INPUT_DAMPING)[1]
+    whitened_Pmn = torch.stack([weight.double() for weight in weights]) @ inner_Pnn
+    outer_Pmm = None
+    if weighted:
+        gradients = [cast(Tensor, each.gradients).to(device) for each in moments]
+        outer_Pmm = damp(torch.stack(gradients), GRADIENT_DAMPING)[1]
+        whitened_Pmn = outer_Pmm.mT @ whitened_Pmn  # Rᵀ W L
+    u_Pmk, s_Pk, vh_Pkn = truncated_svds(whitened_Pmn, max(ranks))
     # R⁻ᵀ U, by substitution: no inverse is formed.
-    left = u if outer is None else torch.linalg.solve_triangular(outer.T, u, upper=True)
+    left_Pmk = u_Pmk if outer_Pmm is None else torch.linalg.solve_triangular(outer_Pmm.mT, u_Pmk, upper=True)
     # Vᵀ L⁻¹ = X is the solution of X L = Vᵀ.
-    right = torch.linalg.solve_triangular(inner, vh, upper=False, left=False)
-    return WeightedSVD(
-        left=left.float(),
-        values=s.float(),
-        right=right.float(),
-        energy=float(whitened.square().sum()),
-        # The Fisher matrix of the tokens' sum is C ⊗ G / tokens.
-        scale=0.5 / moments.tokens ** (1 if outer is None else 2),
-        tokens=moments.tokens,
-    )
+    right_Pkn = torch.linalg.solve_triangular(inner_Pnn, vh_Pkn, upper=False, left=False)
+    energies = whitened_Pmn.square().sum((1, 2)).tolist()
+    return [
+        WeightedSVD(
+            left=left_Pmk[place, :, :rank].float(),
+            values=s_Pk[place, :rank].float(),
+            right=right_Pkn[place, :rank].float(),
+            energy=energies[place],
+            # The Fisher matrix of the tokens' sum is C ⊗ G / tokens.
+            scale=0.5 / each.tokens ** (2 if weighted else 1),
+            tokens=each.tokens,
+        )
+        for place, (each, rank) in enumerate(zip(moments, ranks, strict=True))
+    ]
 
 
 def damp(moment: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Return a moment plus a share of its mean diagonal, in fp64 and positive definite, and its Cholesky factor.
+    """Return moments (..., n, n) plus a share of their mean diagonal, in fp64 and positive definite, and their Cholesky
+    factors.
 
     Raises:
-        UserError: the moment has no entry over 0.
+        UserError: a moment has no entry over 0.
     """
     exact = moment.double()
-    mean = exact.diagonal().mean()
-    if not mean > 0:
+    means = exact.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    if not (means > 0).all():
         raise UserError(
             "the calibration data give a matrix no input or no gradient at all: name other data, or leave weighting out"
         )
+    shares = torch.full_like(means, damping)
     while True:
         positive = exact.clone()
-        positive.diagonal().add_(damping * mean)
+        positive.diagonal(dim1=-2, dim2=-1).add_(shares * means)
         root, info = torch.linalg.cholesky_ex(positive)
-        if not info:
+        if not info.any():
             return positive, root
         # The rounding of fp32 sums follows the strongest direction, which may be far above the mean.
-        damping *= 10
+        shares = torch.where((info > 0)[..., None], 10 * shares, shares)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +185,13 @@ class WeightedFactors:
     def seconds(self) -> float:
         """The time to measure all matrices and to decompose them, now or when their factors were saved."""
         return sum(svd.seconds for svd in self.factors.values())
+
+    def at(self, device: torch.device) -> WeightedFactors:
+        """Return the same with the leading factors on a device, if it is a GPU with room for them; see `held_at`."""
+        if device.type != "cuda":
+            return self
+        chosen = {name: self.factors[name].leading(rank) for name, rank in self.ranks.items() if name in self.factors}
+        return replace(self, factors=held_at(chosen, device))
 
     def warning(self) -> str | None:
         """Return a warning if the data cannot fill the widest matrix; None if they can."""
@@ -204,6 +228,22 @@ class WeightedFactors:
         # A matrix that costs nothing at its rank gives no ratio, and keeps its own costs.
         ratios = {name: losses[name] / cost for name, cost in costs.items() if cost > 0 and losses[name] > 0}
         return replace(self, factors=RescaledFactors(self.factors, ratios)).with_ranks(self.ranks)
+
+
+def held_at(factors: Mapping[str, WeightedSVD], device: torch.device) -> Mapping[str, WeightedSVD]:
+    """Return the factors on a GPU if half of its free memory holds all of them, else where they are.
+
+    Factors that stay on the host, or on the disk, are copied for each batch that needs them.
+    """
+    if device.type != "cuda":
+        return factors
+    room, held = torch.cuda.mem_get_info(device)[0] // 2, dict[str, WeightedSVD]()
+    for name, svd in factors.items():
+        room -= 4 * len(svd.values) * (sum(svd.shape) + 1)
+        if room < 0:
+            return factors
+        held[name] = svd.to(device)
+    return held
 
 
 class RescaledFactors(Mapping[str, WeightedSVD]):

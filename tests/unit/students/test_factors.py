@@ -1,5 +1,6 @@
 """Factors and their modules against the dense product that they store, decompositions against what they leave out."""
 
+import itertools
 from unittest.mock import Mock
 
 import numpy as np
@@ -220,6 +221,19 @@ def test_error_is_the_optimum(shape):
     for got, wanted in zip(factors, [(shape[0], rank), (rank,), (rank, shape[1])], strict=True):
         assert got.shape == wanted
         assert got.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(30, 40), (40, 30)])
+def test_matrices_together_are_those_one_by_one(shape):
+    spectra = ([8.0, 6, 4, 2], [5.0, 4, 3, 3, 3, 1], [2.0] * 30, [*range(30, 0, -1)])
+    matrices = torch.stack([with_spectrum(*shape, torch.tensor(each, dtype=torch.float64)) for each in spectra])
+    for place, rank in itertools.product(range(len(matrices)), (3, 9)):
+        found = [side[place] for side in svd.truncated_svds(matrices, rank)]
+        alone = svd.truncated_svd(matrices[place], rank)
+        signs = (found[0] * alone[0]).sum(dim=0).sign()
+        torch.testing.assert_close(found[0], alone[0] * signs, rtol=0, atol=1e-4)
+        torch.testing.assert_close(found[1], alone[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[2], alone[2] * signs[:, None], rtol=0, atol=1e-4)
 
 
 def test_steep_spectrum_is_resolved():

@@ -178,6 +178,32 @@ def test_no_data_and_what_kronecker_cannot_use_are_refused_before_any_work(llama
             weigh(source, FactorizeConfig(weighting="gradients", **given), "kronecker")
 
 
+def test_matrices_at_a_time_are_those_one_by_one(llama):
+    data, chosen, threads = batches(2, 1), FactorizeConfig(rank=8, weighting="gradients"), torch.get_num_threads()
+    found = {}
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found[count] = measure_factors(in_memory(llama, data), chosen)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert list(found[1]) == list(found[3])
+    for name, alone in found[1].items():
+        torch.testing.assert_close(found[3][name].values, alone.values, rtol=1e-4, atol=0)
+
+
+def test_as_many_matrices_at_a_time_as_memory_and_threads_allow(llama, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    room = 2 * count_parameters(llama)
+    for count in (1, 4):
+        weights = {"a": torch.empty(1, 1), "b": torch.empty(8, 8)}
+        monkeypatch.setattr(measure, "working_bytes", lambda m, n, count=count: room // count * m // 8)
+        assert measure.workers(weights, llama) == count
+    monkeypatch.setattr(measure, "working_bytes", lambda m, n: 1)
+    assert measure.workers(weights, llama) == 5
+
+
 SHAPES = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8), "gate": (12, 8), "up": (12, 8), "down": (8, 12)}
 GROUPS = [["q", "k", "v"], ["o"], ["gate", "up"], ["down"]]
 

@@ -19,6 +19,7 @@ from llmdistill.students.start.weighted import (
     WeightedSVD,
     allocate,
     weighted_svd,
+    weighted_svds,
 )
 from llmdistill.students.start.weighted_embedding import COLUMN_DAMPING, ROW_DAMPING, TableMoments, weighted_table
 from llmdistill.students.start.weighted_kronecker import WeightedKronecker, weighted_kronecker
@@ -81,6 +82,24 @@ def test_no_gradient_descent_finds_a_better_product(gradients, m, n):
     own = cost(product(weighted_svd(weight, moments, min(m, n)), 4))
     assert own <= by_descent(cost, m, n, 4) * (1 + 1e-3)
     assert own < 0.9 * cost(truncated(weight.double(), 4))
+
+
+@pytest.mark.parametrize(("m", "n"), [(12, 20), (20, 12)])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_matrices_that_are_decomposed_together_are_those_one_by_one(gradients, m, n):
+    weights, ranks = [torch.randn(m, n) for _ in range(4)], [3, 9, 12, 5]
+    moments = [made(m, n, gradients=gradients) for _ in weights]
+    # One needs more damping than the others, one has a lower rank, and one equal values.
+    moments[1].inputs.diagonal().sub_(0.9 * moments[1].inputs.diagonal().mean())
+    weights[2][:, 4:] = 0
+    weights[3] = torch.eye(m, n)
+    together = weighted_svds(weights, moments, ranks)
+    for weight, each, rank, found in zip(weights, moments, ranks, together, strict=True):
+        alone = weighted_svd(weight, each, rank)
+        torch.testing.assert_close(product(found, rank), product(alone, rank), rtol=0, atol=1e-4)
+        torch.testing.assert_close(found.values, alone.values, rtol=1e-4, atol=1e-4)
+        assert found.energy == pytest.approx(alone.energy)
+        assert (found.scale, found.tokens, found.left.shape) == (alone.scale, alone.tokens, (m, rank))
 
 
 @pytest.mark.parametrize("gradients", [True, False])
