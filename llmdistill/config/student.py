@@ -148,8 +148,8 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeConfig:
-    """Weights of few bits in every nn.Linear of the layers, by torchao; both linears of an SVD factor are such. The
-    token embedding, the LM head, norms and biases keep their format."""
+    """Weights of few bits in every nn.Linear of the layers, by torchao; both linears of an SVD factor are such. Norms
+    and biases keep their format."""
 
     weights: Literal["none", "int8", "int4"] = "none"
     """int8, int4: the student learns with weights that are rounded to these integers in every forward pass, and is
@@ -160,9 +160,12 @@ class QuantizeConfig:
     packed: bool = False
     """Save two int4 weights in a byte, which `import llmdistill` reads; transformers and torchao alone keep each in a
     byte. Factorized students, which need llmdistill anyway, are always packed."""
+    embeddings: Literal["int8", "exact"] = "int8"
+    """int8: the token embedding and the LM head, which learn as floats, are saved in int8 with a scale a row, also
+    beside int4. exact: they keep their format, and in a small model take most of the file."""
 
     def __post_init__(self) -> None:
-        if self.weights == "none" and (self.group_size is not None or self.packed):
+        if self.weights == "none" and (self.group_size is not None or self.packed or self.embeddings == "exact"):
             raise ValueError(
                 "student.quantize has settings, but no weights: give student.quantize.weights int8 or int4"
             )

@@ -1,4 +1,4 @@
-"""Linears of few bits, by torchao: how they round while they learn, and how they are saved and loaded.
+"""Weights of few bits, by torchao: how linears round while they learn, and how a model is saved and loaded.
 
 A weight is torchao's IntxUnpackedToInt8Tensor: a symmetric integer in an int8, with one scale for a group of a row or
 for the whole row. Its fake-quantized counterpart (torchao's QAT) has the same numbers, so a student that has learned
@@ -64,8 +64,30 @@ def quantized_linears(model: PreTrainedModel) -> list[str]:
     return names
 
 
+def rounded_embeddings(model: PreTrainedModel) -> list[str]:
+    """Return the names of the token embedding and the LM head that get few bits.
+
+    Factors are no such, and neither is an embedding with a buffer, as Gemma 3's, which transformers would not fill when
+    it loads few bits; nor is a head that is tied to one of them.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    chosen: list[nn.Module] = [embedding] if type(embedding) is nn.Embedding else []
+    table = getattr(embedding, "_parameters", {}).get("weight")
+    if type(head) is nn.Linear and (chosen or head.weight is not table):
+        chosen.append(head)
+    return [names[module] for module in chosen]
+
+
+def dequantized(weight: Tensor) -> Tensor:
+    """Return the numbers that a weight of few bits stands for, and any other weight as it is."""
+    # Only torchao's tensors have this, and torchao need not be installed for the others.
+    return weight.dequantize() if hasattr(weight, "tensor_data_names") else weight
+
+
 def fake_quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     """Make the linears of the layers round their weights in each forward pass, in place; gradients pass the rounding.
+    The token embedding and the LM head stay floats.
 
     torchao gives no gradient to a weight that it clips, and it clips the largest of a row or group: its scale is their
     largest magnitude / 127.5 or 7.5, so that a positive one rounds to 128 or 8. Here each weight has its gradient.
@@ -108,11 +130,14 @@ class _Identity(torch.autograd.Function):
 
 @torch.no_grad()
 def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
-    """Round the weights of the linears of the layers to int8 or int4, in place; save_pretrained then writes them so.
+    """Round the weights of the linears of the layers to int8 or int4, and those of the token embedding and the LM head
+    to int8, in place; save_pretrained then writes them so. A tied head stays tied.
 
     Raises UserError if there is no linear.
     """
     round_linears(model, settings)
+    if settings.embeddings == "int8":
+        _round_embeddings(model)
     group_size = settings.group_size or DEFAULT_GROUPS[settings.weights]
     saved = {"weights": settings.weights, "group_size": group_size}
     config: Any = getattr(model.config, "quantization_config", None)
@@ -123,7 +148,24 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     else:
         config = TorchAoConfig(_make_torchao_config(settings.weights, group_size))
     model.config.quantization_config = config
-    model.hf_quantizer = AutoHfQuantizer.from_config(config)  # from which save_pretrained gets the tensors
+    quantizer = AutoHfQuantizer.from_config(config)
+    # From which save_pretrained gets the tensors
+    is_plain = type(quantizer) is TorchAoHfQuantizer
+    cast(Any, model).hf_quantizer = _WithoutTied(quantizer.quantization_config) if is_plain else quantizer
+
+
+def _round_embeddings(model: PreTrainedModel) -> None:
+    from torchao.quantization import quantize_
+
+    chosen = rounded_embeddings(model)
+    by_weight: dict[int, list[nn.Module]] = {}
+    for name in chosen:
+        module: Any = model.get_submodule(name)
+        by_weight.setdefault(id(module.weight), []).append(module)
+    for first, *tied in by_weight.values():
+        quantize_(first, _make_torchao_config("int8", None), lambda module, _, first=first: module is first)
+        for module in tied:
+            module.weight = first.weight
 
 
 @torch.no_grad()
@@ -162,20 +204,25 @@ def _make_torchao_config(weights: str, group_size: int | None) -> Any:
     return IntxWeightOnlyConfig(weight_dtype=getattr(torch, weights), granularity=granularity)
 
 
-def _quantized_modules(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Return the modules whose weight is a tensor of torchao, each with this weight."""
+def _is_torchao(weight: Any) -> bool:
     from torchao.utils import TorchAOBaseTensor
 
+    return isinstance(weight, TorchAOBaseTensor)
+
+
+def _quantized_modules(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Return the modules whose weight is a tensor of torchao, each with this weight."""
     return [
         (module, module.weight)
         for module in model.modules()
         # Not module.weight, for which a factorized linear would multiply its factors out.
-        if isinstance(getattr(module, "_parameters", {}).get("weight"), TorchAOBaseTensor)
+        if _is_torchao(getattr(module, "_parameters", {}).get("weight"))
     ]
 
 
 def settle_loaded(model: PreTrainedModel) -> None:
-    """Give the quantized weights the dtype of the model's others, and let save_pretrained write them again, in place.
+    """Give the quantized weights the dtype of the model's others, and let save_pretrained write them again, in place; a
+    tied head is saved once.
 
     transformers leaves the weights as they were saved, and has no way back for what it made of their parts; the
     quantizer makes the parts again.
@@ -186,9 +233,17 @@ def settle_loaded(model: PreTrainedModel) -> None:
         if not any(isinstance(operation, TorchAoDeserialize) for operation in getattr(conversion, "operations", ()))
     ]
     set_weight_conversions(model, conversions)
+    own: Any = model
+    if type(own.hf_quantizer) is TorchAoHfQuantizer:
+        own.hf_quantizer = _WithoutTied(own.hf_quantizer.quantization_config)
+    # Not model.dtype, which is that of the first weight, and this may be an embedding of few bits.
+    others = (each.dtype for each in model.parameters() if each.is_floating_point() and not _is_torchao(each))
+    dtype = next(others, model.dtype)
+    made: dict[int, nn.Parameter] = {}  # a tied head stays tied
     for module, weight in _quantized_modules(model):
-        if weight.dtype != model.dtype:
-            module.weight = nn.Parameter(weight.to(model.dtype), requires_grad=False)
+        if weight.dtype != dtype:
+            made.setdefault(id(weight), nn.Parameter(weight.to(dtype), requires_grad=False))
+            module.weight = made[id(weight)]
 
 
 @torch.no_grad()
@@ -196,16 +251,30 @@ def dequantize(model: PreTrainedModel) -> None:
     """Replace quantized weights, if there are any, by the numbers they stand for, in place; factors stay factors."""
     if bits_of(model.config) is None:
         return
+    made: dict[int, nn.Parameter] = {}  # a tied head stays tied
     for module, weight in _quantized_modules(model):
-        module.weight = nn.Parameter(weight.dequantize())
+        made.setdefault(id(weight), nn.Parameter(weight.dequantize()))
+        module.weight = made[id(weight)]
         vars(module).pop("extra_repr", None)  # with which torchao describes the quantized weight
     cast(Any, model).hf_quantizer.remove_quantization_config(model)
     for module in model.modules():
         vars(getattr(module, "config", model)).pop("_is_quantized", None)
 
 
-class PackedTorchAo(TorchAoHfQuantizer):
-    """transformers' quantizer for torchao, with two int4 weights in a byte of the files."""
+class _WithoutTied(TorchAoHfQuantizer):
+    """transformers' quantizer for torchao, which saves a tied head once; save_pretrained knows plain tensors alone."""
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        tensors, metadata = super().get_state_dict_and_metadata(model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        tied = [name for name in model.all_tied_weights_keys if _is_torchao(parameters.get(name))]
+        # The metadata keep the name, which torchao looks up for each one that it lists.
+        left_out = tuple(f"{name.removesuffix('weight')}_weight_" for name in tied)
+        return {name: value for name, value in tensors.items() if not name.startswith(left_out)}, metadata
+
+
+class PackedTorchAo(_WithoutTied):
+    """The same, with two int4 weights in a byte of the files."""
 
     def __init__(self, weights: str, group_size: int | None) -> None:
         super().__init__(TorchAoConfig(_make_torchao_config(weights, group_size)))
@@ -214,10 +283,13 @@ class PackedTorchAo(TorchAoHfQuantizer):
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors, metadata = super().get_state_dict_and_metadata(model)
         if self.packs:
-            tensors = {
-                name: pack_int4(tensor) if name.endswith("._weight_qdata") else tensor
-                for name, tensor in tensors.items()
+            names = {module: name for name, module in model.named_modules()}
+            in_int4 = {
+                f"{names[module]}._weight_qdata"
+                for module, weight in _quantized_modules(model)
+                if str(weight.target_dtype) == "torch.int4"
             }
+            tensors = {name: pack_int4(tensor) if name in in_int4 else tensor for name, tensor in tensors.items()}
         return tensors, metadata
 
     def get_weight_conversions(self) -> list[Any]:
@@ -256,7 +328,7 @@ class FewBits(StudentForm):
         return settings.weights != "none"
 
     def describe(self, settings: QuantizeConfig) -> str:
-        return f", linears in {settings.weights}"
+        return f", linears in {settings.weights}{', embeddings in int8' if settings.embeddings == 'int8' else ''}"
 
     def check(self, settings: QuantizeConfig, build: Callable[[], PreTrainedModel]) -> None:
         check_torchao(f"student.quantize.weights {settings.weights}")
@@ -277,6 +349,10 @@ class FewBits(StudentForm):
             rounded = -(-outputs * inputs // 2) if is_packed else outputs * inputs
             # A group has a scale in the dtype of the model, and torchao's zero point in int8.
             bytes += rounded + groups * (model.dtype.itemsize + 1) - outputs * inputs * model.dtype.itemsize
+        weights = [model.get_submodule(name).weight for name in rounded_embeddings(model)]
+        for weight in {id(weight): weight for weight in weights}.values() if settings.embeddings == "int8" else ():
+            rows, width = cast(Tensor, weight).shape
+            bytes += rows * width + rows * (model.dtype.itemsize + 1) - rows * width * model.dtype.itemsize
         return replace(size, bytes=bytes)
 
     def finish(self, model: PreTrainedModel, settings: QuantizeConfig, state: Mapping[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import HeadInputs, LogitScale
 from llmdistill.models.families import family_of, has_family
+from llmdistill.models.quantized import dequantized
 
 
 class LMHead:
@@ -98,7 +99,7 @@ class LMHead:
         if self._replacement is None:
             return cast(Tensor, self._plain_forward(rows_1NK))
         assert self._last is not None
-        result = self._replacement(HeadInputs(rows_1NK[0], self._last.weight, self._last.bias, self.scale))
+        result = self._replacement(HeadInputs(rows_1NK[0], dequantized(self._last.weight), self._last.bias, self.scale))
         self._result = None if self.scale.is_plain else result
         return result
 

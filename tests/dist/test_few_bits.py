@@ -16,7 +16,8 @@ pytest.importorskip("torchao")
 
 KD = ("--method", "kd")
 INT8 = ("--student.quantize.weights", "int8")
-INT4 = ("--student.quantize.weights", "int4", "--student.quantize.group_size", "8", *KD)
+GROUP, EXACT = ("--student.quantize.group_size", "8"), ("--student.quantize.embeddings", "exact")
+INT4 = ("--student.quantize.weights", "int4", *GROUP, *EXACT, *KD)
 DENSE = (*INT8, *KD, "--student.shape", "1x32x4", "--student.init", "layers")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,20 +13,32 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import llmdistill
+from llmdistill.batch import Batch
 from llmdistill.config.student import QuantizeConfig, StudentConfig
 from llmdistill.errors import UserError
 from llmdistill.models.forms import saved_size
 from llmdistill.models.load import build_meta, load_model
-from llmdistill.models.quantized import dequantize, fake_quantize, pack_int4, quantize, quantized_linears, unpack_int4
+from llmdistill.models.quantized import (
+    dequantize,
+    fake_quantize,
+    pack_int4,
+    quantize,
+    quantized_linears,
+    rounded_embeddings,
+    unpack_int4,
+)
 from llmdistill.models.student_form import SavedSize
 from llmdistill.runtime.engine import Template, save_student
 from llmdistill.students.counting import count_parameters
+from llmdistill.tasks.reference_loss import label_loss
 
 pytest.importorskip("torchao")
 
 INT8, INT4 = QuantizeConfig(weights="int8"), QuantizeConfig(weights="int4", group_size=8)
 PACKED = QuantizeConfig(weights="int4", group_size=8, packed=True)
-BITS = {"int8": INT8, "int4": INT4, "int4 packed": PACKED}
+EXACT = {"embeddings": "exact"}
+BITS = {"int8": replace(INT8, **EXACT), "int4": replace(INT4, **EXACT), "int4 packed": replace(PACKED, **EXACT)}
+"""With the embeddings that learned, which is what the linears are compared by."""
 FACTORS = {"dense": None, "svd": {"rank": 5}, "pivoted": {"rank": 5, "form": "pivoted"}}
 UP = "model.layers.0.mlp.up_proj"
 
@@ -83,13 +96,71 @@ def test_the_linears_of_the_layers_round_and_nothing_else(factors):
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
     assert set(names) == linears
     assert len(names) == (14 if factors == "dense" else 28)
-    quantize(model, INT4)
+    quantize(model, BITS["int4"])
     after = dict(model.named_parameters())
     assert before.keys() == after.keys()
     for name, weight in before.items():
         assert (type(after[name]) is nn.Parameter) == (name.removesuffix(".weight") not in names), name
         if type(after[name]) is nn.Parameter:
             assert torch.equal(after[name], weight)
+
+
+@pytest.mark.parametrize(("kind", "factors", "tied", "settings"), [
+    ("llama", "dense", True, INT8), ("llama", "dense", False, INT4), ("llama", "dense", True, PACKED),
+    ("gemma2", "dense", True, INT8), ("llama", "svd", True, INT4), ("bert", "dense", True, INT8),
+])  # fmt: skip
+def test_the_embedding_and_the_head_are_rounded_to_int8_and_stay_tied(tmp_path, kind, factors, tied, settings):
+    config = tiny_config(kind, tie_word_embeddings=tied)
+    auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    model = (
+        tiny_model(kind, tie_word_embeddings=tied) if factors == "dense" else random_student(auto, config, {"rank": 5})
+    )
+    source = copy.deepcopy(model)
+    expected = rounded(source.get_input_embeddings().weight, 8, config.hidden_size)[0].nan_to_num(0)  # padding is 0
+    size = saved_size(count_parameters(model), torch.float32, StudentConfig(quantize=settings), lambda: source)
+    quantize(model, settings)
+    table = model.get_input_embeddings().weight
+    # Of a half the last bit decides, and torchao clips the largest.
+    step = 2 * source.get_input_embeddings().weight.abs().amax(1, keepdim=True) / 255
+    assert ((table.dequantize() - expected).abs() <= 1.01 * step).all()
+    assert (table is model.get_output_embeddings().weight) == tied
+    model.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    assert size.bytes == sum(each.nbytes for each in files.values() if each.dtype != torch.int64)
+    if settings is not PACKED and factors == "dense":
+        stock = auto.from_pretrained(tmp_path)
+        assert torch.equal(outputs(stock), outputs(model))
+        assert (stock.get_input_embeddings().weight is stock.get_output_embeddings().weight) == tied
+    loaded = load_model(tmp_path, dtype="auto", head="saved")
+    assert torch.equal(outputs(loaded), outputs(model))
+    loaded.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == files.keys()
+    assert all(torch.equal(again[name], value) for name, value in files.items())
+    half = load_model(tmp_path, dtype=torch.bfloat16, head="saved")
+    assert half.dtype == half.get_input_embeddings().weight.dtype == torch.bfloat16
+    batch = Batch(*(torch.arange(3, 12)[None] for _ in range(3)))
+    with label_loss(loaded, shift=kind != "bert") as loss_of:
+        loss, count = loss_of(replace(batch, attention_mask=torch.ones(1, 9, dtype=torch.int64)))
+    with torch.no_grad():
+        logits = loaded(input_ids=batch.input_ids).logits[0]
+    pairs = (logits[:-1], batch.labels[0, 1:]) if kind != "bert" else (logits, batch.labels[0])
+    wanted = nn.functional.cross_entropy(*pairs, reduction="sum")
+    assert count == len(pairs[1])
+    assert loss == pytest.approx(float(wanted), rel=1e-5)
+    dequantize(loaded)
+    assert (loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight) == tied
+    assert torch.allclose(outputs(loaded), outputs(model), atol=1e-5, rtol=0)
+
+
+def test_an_embedding_that_is_no_plain_one_stays_exact(tmp_path):
+    gemma = tiny_model("gemma3_text", tie_word_embeddings=True)
+    factors = random_student(AutoModelForCausalLM, tiny_config("llama"), {"rank": 5, "embedding_rank": 8})
+    for model, names in ((gemma, []), (factors, ["lm_head"])):
+        assert rounded_embeddings(model) == names
+        quantize(model, INT8)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(outputs(load_model(tmp_path, dtype="auto", head="saved")), outputs(model))
 
 
 @pytest.mark.parametrize(("kind", "factors", "bits"), [
@@ -169,7 +240,7 @@ def test_exports_round_any_model_and_make_floats_again(tmp_path, factors):
     assert made["bytes"] == (tmp_path / "small" / "model.safetensors").stat().st_size
     assert made["params"] == count_parameters(model)
     card = (tmp_path / "small" / "README.md").read_text()
-    assert "This is the student, linears in int4." in card
+    assert "This is the student, linears in int4, embeddings in int8." in card
     assert "pip install torchao" in card if factors == "dense" else 'pip install -e ".[quantize]"' in card
 
     with pytest.raises(UserError, match=r"--to int8: .*small has linears in int4 already"):
