@@ -29,11 +29,13 @@ class OneTeacher:
     method sft on a task and the model in student.model."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto takes that of the run."""
-    sharding: Literal["replicated", "node", "zero3"] = field(
-        default="replicated", metadata=FREE | replaces("teacher.zero", by=("replicated",))
+    sharding: Literal["replicated", "node", "zero3", "tensor"] = field(
+        default="replicated", metadata=FREE | replaces("teacher.zero", by=("replicated", "tensor"))
     )
     """replicated: every rank holds the whole teacher; zero3: each rank holds its share, whatever the student's stage
-    is; node: the ranks of each node share a whole one, so that no weights of the teacher travel between the nodes."""
+    is; node: the ranks of each node share a whole one, so that no weights of the teacher travel between the nodes;
+    tensor: the same by tensor parallelism, so that sums of activations travel and no weights at all (method kd on
+    decoders)."""
     zero: dict[str, Any] = field(default_factory=dict, metadata=FREE)
     """Settings of zero_optimization for a sharded teacher, as DeepSpeed names them, such as
     {stage3_prefetch_bucket_size: 100000000, offload_param: {device: cpu}}. The stage is 3."""
@@ -51,7 +53,7 @@ class OneTeacher:
     """Weight of this teacher in the average of several; only the proportions matter."""
 
     def __post_init__(self) -> None:
-        if self.zero and not self.is_sharded:
+        if self.zero and self.sharding not in ("node", "zero3"):
             raise FieldError("zero shapes a sharded teacher: set sharding to node or zero3 as well")
         if "stage" in self.zero:
             raise FieldError("zero sets the stage, which is 3 for a sharded teacher: remove it")

@@ -29,15 +29,15 @@ from llmdistill.models.load import build_meta, check_files, config_with_head, in
 
 @dataclass(frozen=True)
 class Sharding:
-    """How ZeRO-3 shards a model."""
+    """How the ranks of a group share a model: by ZeRO-3, unless a subclass says otherwise."""
 
     ds_config: dict[str, Any]
-    """The DeepSpeed configuration of the engine that will hold the model, at ZeRO stage 3."""
+    """The DeepSpeed configuration of the engine that will hold the model, at ZeRO stage 3; empty without an engine."""
     group: Any = None
     """The process group, of several ranks; None: all ranks."""
 
-    def shard(self, parameter: nn.Parameter) -> None:
-        """Keep only this rank's share of a parameter."""
+    def shard(self, parameter: nn.Parameter, name: str) -> None:
+        """Keep only this rank's share of a parameter, which has this name in the model."""
         import deepspeed
 
         # DeepSpeed's Init shards the parameters of a module, in place.
@@ -95,6 +95,11 @@ def load_sharded(
     )
     may_miss = new_head or (head != "saved" and model.base_model is model)
     if not saved or misfits or (missing and not (may_miss and all(is_head(model, name) for name in missing))):
+        if not sharding.ds_config:
+            model = load_model(path, dtype=dtype, head=head, new_head=new_head, num_classes=num_classes)
+            for name, parameter in model.named_parameters():
+                sharding.shard(parameter, name)
+            return model
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
         # transformers, which keeps a weak reference to it, shards what it loads.
@@ -103,7 +108,7 @@ def load_sharded(
             return load_model(path, dtype=dtype, head=head, new_head=new_head, num_classes=num_classes)
         finally:
             del alive
-    new: list[nn.Parameter] = []
+    new: dict[nn.Parameter, str] = {}
     for tensor, (old, names) in zip(tensors, parameters.items(), strict=True):
         value = torch.empty(old.shape, dtype=dtype) if tensor is None else tensor[1]().to(dtype)
         parameter = nn.Parameter(value, requires_grad=old.requires_grad)
@@ -113,13 +118,13 @@ def load_sharded(
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_parameter(leaf, parameter)
         if tensor is None:
-            new.append(parameter)
+            new[parameter] = names[0]
         else:
-            sharding.shard(parameter)
+            sharding.shard(parameter, names[0])
     _initialize(model, saved)
     # Only now, because a parameter is initialized as a whole.
-    for parameter in new:
-        sharding.shard(parameter)
+    for parameter, name in new.items():
+        sharding.shard(parameter, name)
     take_generation_settings(model, folder)
     model.name_or_path = str(path)
     if (load_rest := HEADS[head].load_rest) is not None:

@@ -147,11 +147,14 @@ def node_ranks() -> list[int]:
     return next(ranks for ranks in nodes if world.rank in ranks)
 
 
-def node_group() -> Any:
-    """Return a process group of the ranks of this node, of several; every rank must call this function."""
+def node_group(backend: str | None = None) -> Any:
+    """Return a process group of the ranks of this node, of several; every rank must call this function.
+
+    `backend` is by default that of the group of all ranks.
+    """
     assert _node is not None
     # The first of two: the group of this rank, and those of all nodes.
-    return dist.new_subgroups_by_enumeration(_node.nodes, timeout=COLLECTIVE_TIMEOUT)[0]
+    return dist.new_subgroups_by_enumeration(_node.nodes, timeout=COLLECTIVE_TIMEOUT, backend=backend)[0]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,26 +20,28 @@ from llmdistill.step.forward import TappedModel
 from llmdistill.step.lm_head import lm_head_parameters
 from llmdistill.step.tap_models import tap_teacher
 from llmdistill.teachers.few_bits import round_teacher
-from llmdistill.teachers.source import LoadedTeacher, ModelSource, TeacherPlan, TeacherRun
+from llmdistill.teachers.source import LoadedTeacher, ModelSource, ResolvedTeacher, TeacherPlan, TeacherRun
 
 
 def load_teacher(
     path: str,
     *,
     dtype: torch.dtype,
-    sharding: Literal["replicated", "node", "zero3"],
+    sharding: Literal["replicated", "node", "zero3", "tensor"],
     zero: Mapping[str, Any] | None = None,
     head: HeadName = "lm_head",
 ) -> LoadedTeacher:
     """Load a teacher with a head; every rank must call this function.
 
     With sharding zero3 no rank ever holds the whole teacher, independent of the student's ZeRO stage. With node this is
-    so if a node has several ranks, and each node has a whole one in shards. The LM head stays gathered: the losses need
+    so if a node has several ranks, and each node has a whole one in shards; so it is with tensor, because this function
+    loads what scores and measures (for the steps see `tensor_parallel`). The LM head stays gathered: the losses need
     it whole after each forward pass. `zero` has more settings of DeepSpeed's zero_optimization.
     """
     world = World.current()
-    ranks = node_ranks() if sharding == "node" else range(world.size)
-    if sharding == "replicated" or (sharding == "node" and len(ranks) == 1):
+    of_node = sharding in ("node", "tensor")
+    ranks = node_ranks() if of_node else range(world.size)
+    if sharding == "replicated" or (of_node and len(ranks) == 1):
         model = load_model(path, dtype=dtype, device=world.device, head=head)
         model.eval().requires_grad_(False)
         return LoadedTeacher(model, model)
@@ -67,15 +70,22 @@ def make_teacher(plan: TeacherPlan, *, head: HeadName | None = None, name: str =
     """Load a teacher of a run, by default with the head that the run needs; `name` is one of others."""
     head = plan.models.teacher_head if head is None else head
     teacher = plan.models.teachers[name]
-    path, settings = teacher.path, teacher.settings
-    if settings.is_sharded and is_adapter(path):
-        # A rank has only a shard of the base model, so rank 0 merges an adapter first.
-        merged = plan.folder / (f"teacher-{name}" if name else "teacher")
-        if not exists_on_main(merged / "config.json"):
-            on_main(lambda: merge_adapter(path, merged))
-            wait_until_visible(merged / "config.json")
-        path = merged
+    path, settings = teacher_folder(plan, teacher, name), teacher.settings
     return load_teacher(str(path), dtype=teacher.dtype, sharding=settings.sharding, zero=settings.zero, head=head)
+
+
+def teacher_folder(plan: TeacherPlan, teacher: ResolvedTeacher, name: str = "") -> Path:
+    """Return the folder to load a teacher from; every rank must call this function.
+
+    A rank has only a shard of the base model, so rank 0 merges an adapter first, into the run's folder.
+    """
+    if not (teacher.settings.is_sharded and is_adapter(teacher.path)):
+        return teacher.path
+    merged = plan.folder / (f"teacher-{name}" if name else "teacher")
+    if not exists_on_main(merged / "config.json"):
+        on_main(lambda: merge_adapter(teacher.path, merged))
+        wait_until_visible(merged / "config.json")
+    return merged
 
 
 class TeacherOnDemand:

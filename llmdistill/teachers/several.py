@@ -105,6 +105,10 @@ class SeveralSource(ModelSource):
     def runs_here(self) -> bool:
         return self.parts[""].runs_here
 
+    @property
+    def is_scored(self) -> bool:
+        return self.parts[""].is_scored
+
     def build(self, run: TeacherRun) -> Teacher:
         config = run.plan.config.teacher
         teachers = {name: part.build(run) for name, part in self.parts.items()}

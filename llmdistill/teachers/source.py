@@ -153,6 +153,11 @@ class TeacherSource:
         return False
 
     @property
+    def is_scored(self) -> bool:
+        """Whether a run scores `teacher.model`, for which it loads its weights."""
+        return self.runs_here
+
+    @property
     def needs_whole(self) -> bool:
         """Whether a cache of a teacher must hold its whole distributions."""
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.teacher import TeacherConfig
+from llmdistill.config.teacher import OneTeacher, TeacherConfig
 from llmdistill.errors import UserError
 from llmdistill.plugins import load_plugins
 from llmdistill.teachers.cached import CachedSource
@@ -11,6 +11,7 @@ from llmdistill.teachers.live import LiveSource
 from llmdistill.teachers.remote import ServerSource
 from llmdistill.teachers.several import SeveralSource
 from llmdistill.teachers.source import Capabilities, TeacherRun, TeacherSource
+from llmdistill.teachers.tensor_parallel import TensorParallelSource
 from llmdistill.teachers.translated import TranslatedSource
 
 TEACHERS: dict[str, TeacherSource] = {}
@@ -32,12 +33,15 @@ def source_of(teacher: TeacherConfig, *, translates: bool = False) -> TeacherSou
     elif teacher.url is not None:
         source = ServerSource()
     else:
-        parts = {
-            name: LiveSource(name) if one.cache is None else CachedSource(name)
-            for name, one in teacher.everyone.items()
-        }
+        parts = {name: _source_of_one(name, one) for name, one in teacher.everyone.items()}
         source = parts[""] if len(parts) == 1 else SeveralSource(parts)
     return TranslatedSource(source) if translates else source
+
+
+def _source_of_one(name: str, teacher: OneTeacher) -> TeacherSource:
+    if teacher.cache is not None:
+        return CachedSource(name)
+    return TensorParallelSource() if teacher.sharding == "tensor" else LiveSource(name)
 
 
 # Last, because the packages import the names above. "server" was the name of ServerSource in this table, before

@@ -308,6 +308,10 @@ class TranslatedSource(ModelSource):
     def runs_here(self) -> bool:
         return self.part.runs_here
 
+    @property
+    def is_scored(self) -> bool:
+        return self.part.is_scored
+
     def build(self, run: TeacherRun) -> TranslatedTeacher:
         translation, first_batch = make_translation(run.plan, run.data), run.first_batch
         if first_batch is not None:

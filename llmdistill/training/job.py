@@ -121,7 +121,7 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
     book = ScoreBook(plan.folder, data)
     summaries: dict[str, dict[str, Any]] = {}
     scored = {*plan.config.scoring.models} & {*plan.task.scored}
-    if plan.config.teacher.model is None or (plan.source is not None and not plan.source.runs_here):
+    if plan.config.teacher.model is None or (plan.source is not None and not plan.source.is_scored):
         scored -= {"teacher"}  # there is none, or none is loaded: its outputs come from elsewhere
 
     def score(name: str, folder: Path) -> None:

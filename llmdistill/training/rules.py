@@ -121,9 +121,13 @@ ANOTHER_TOKENIZER = Condition(
     of_plan=lambda plan: plan.models.translates,
 )
 SHARDED_TEACHER = Condition(
-    typed="`teacher.sharding zero3` or `node`",
+    typed="`teacher.sharding zero3`, `node` or `tensor`",
     of_plan=lambda plan: bool(_list_sharded(plan.config)),
     detail=lambda plan: _list_sharded(plan.config)[0],
+)
+TENSOR_PARALLEL_TEACHER = Condition(
+    typed="`teacher.sharding tensor`",
+    of_plan=lambda plan: "tensor" in [one.sharding for one in plan.config.teacher.everyone.values()],
 )
 FEW_BIT_TEACHER = Condition(
     typed="a teacher with int8 or int4 weights, or `teacher.quantize`",
@@ -467,6 +471,17 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
         "student.model {student.model} has {first} weights, which cannot be trained: give the student that it was made "
         "from, and student.quantize, or make its weights floats by `llmdistill export --to dense`"
     ),
+    **{
+        (TENSOR_PARALLEL_TEACHER, name): (
+            f"teacher.sharding tensor: {why}; take teacher.sharding node, which shares a teacher among the same ranks"
+        )
+        for name, why in {
+            LAYERS_COMPARED: "a rank has only some of the heads and features that method {methods} compares",
+            SEQUENCES_COMPARED: "method {methods} compares more than tokens",
+            SEVERAL_TEACHERS: "it is for one teacher",
+            ANOTHER_TOKENIZER: "it is for a teacher with the student's tokenizer",
+        }.items()
+    },
     (FEW_BIT_TEACHER, SHARDED_TEACHER): "{first} cannot be sharded: take replicated",
     (FEW_BIT_STUDENT, ZERO_3): (
         "student.quantize.weights {student.quantize.weights}: the scales of a matrix need all of it, and ZeRO-3 keeps "

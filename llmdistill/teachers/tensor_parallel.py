@@ -1,0 +1,213 @@
+"""A teacher whose layers are cut across the ranks of a node: each computes its heads and features for the rows of all.
+
+Under ZeRO-3 the weights of every layer travel to every rank in each pass. Here the weights stay, and the sums of two
+products of each layer travel, (rows of all ranks, T, W), which is less for a large model on few tokens. What is cut
+where is transformers' own plan for the architecture (`base_model_tp_plan` of its config); the embedding and the LM head
+stay whole on each rank, because the losses read the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmdistill.batch import Batch, Outputs, Positions
+from llmdistill.batch import Sequences as SequencesOfRows
+from llmdistill.errors import UserError
+from llmdistill.models.configs import load_config
+from llmdistill.models.general import layer_values
+from llmdistill.models.heads import HeadName
+from llmdistill.models.sharded_load import Sharding, load_sharded
+from llmdistill.runtime.distributed import World, node_group, node_ranks
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.tap_models import tap_teacher
+from llmdistill.step.teacher import Teacher
+from llmdistill.teachers.live import teacher_folder
+from llmdistill.teachers.source import ModelSource, TeacherPlan, TeacherRun
+
+Cut = Literal["colwise", "rowwise"]
+"""colwise: a rank has some outputs of a linear; rowwise: some of its inputs, and the outputs of all ranks are added."""
+_ELSEWHERE = "take teacher.sharding node or zero3"
+
+
+def read_plan(config: PreTrainedConfig, ranks: int) -> dict[str, Cut]:
+    """Return transformers' plan for an architecture: pattern of a linear's name in the base model -> how it is cut.
+
+    Raises UserError if there is no plan, if it cuts in other ways, or if the ranks do not divide the heads.
+    """
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    cuts: dict[str, Cut] = {}
+    for pattern, style in plan.items():
+        if style in ("colwise", "rowwise"):
+            cuts[pattern] = style  # type: ignore[assignment]
+        elif not style.startswith("replicated"):  # norms of single heads, which each rank has whole
+            raise UserError(
+                f"teacher.sharding tensor: transformers cuts {pattern} of {config.model_type} as {style}, which is not "
+                f"supported: {_ELSEWHERE}"
+            )
+    if not cuts:
+        raise UserError(
+            f"teacher.sharding tensor: transformers has no plan that cuts the layers of {config.model_type}: "
+            f"{_ELSEWHERE}"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        for number in layer_values(config, name):
+            if number is not None and number % ranks:
+                raise UserError(
+                    f"teacher.sharding tensor: the teacher's {name} is {number}, which the {ranks} ranks of a node do "
+                    f"not divide: {_ELSEWHERE}, or run on a number of ranks that divides it"
+                )
+    return cuts
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSharding(Sharding):
+    """Cuts the linears of a plan across the ranks of a group."""
+
+    cuts: dict[str, Cut]
+    rank: int
+    """This one's place in the group."""
+    ranks: int
+    device: torch.device
+    ds_config: dict[str, Any] = field(default_factory=dict)
+
+    def cut_of(self, name: str) -> Cut | None:
+        """How the linear of this name in the model is cut; None if each rank has it whole."""
+        found = (cut for pattern, cut in self.cuts.items() if fnmatchcase(f".{name}", f"*.{pattern}"))
+        return next(found, None)
+
+    def shard(self, parameter: nn.Parameter, name: str) -> None:
+        linear, _, leaf = name.rpartition(".")
+        cut, value = self.cut_of(linear), parameter.data
+        if cut is not None and (cut == "colwise" or leaf == "weight"):
+            value = value.chunk(self.ranks, dim=0 if cut == "colwise" else 1)[self.rank]
+        elif cut == "rowwise" and self.rank > 0:
+            value = torch.zeros_like(value)  # the outputs are added, and the bias counts once
+        # A copy, because a chunk would keep the memory of the whole matrix.
+        parameter.data = value.to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+
+def load_tensor_parallel(path: str, *, dtype: torch.dtype, head: HeadName) -> PreTrainedModel:
+    """Load a teacher that is cut across the ranks of this node; every rank must call this function.
+
+    No rank ever holds more than its share and one parameter. The model must get the same rows on all ranks of a node.
+
+    Raises:
+        UserError: as in `load_model` and `read_plan`.
+    """
+    world, ranks = World.current(), node_ranks()
+    group = node_group() if len(ranks) < world.size else None
+    cuts, place = read_plan(load_config(path), len(ranks)), ranks.index(world.rank)
+    sharding = TensorSharding(cuts=cuts, rank=place, ranks=len(ranks), device=world.device, group=group)
+    model = load_sharded(path, sharding=sharding, dtype=dtype, head=head)
+    nn.Module.to(model, world.device)  # the buffers
+
+    def add_up(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        dist.all_reduce(output, group=group)
+        return output
+
+    for name, module in model.named_modules():
+        if sharding.cut_of(name) == "rowwise":
+            module.register_forward_hook(add_up)
+    return model.eval().requires_grad_(False)
+
+
+class TensorParallelTeacher(Teacher):
+    """Runs the model on the rows of all ranks of the node together, and returns the outputs of this rank's rows."""
+
+    def __init__(self, model: TappedModel) -> None:
+        """Take a model that `load_tensor_parallel` has loaded; every rank must call this function."""
+        world, ranks = World.current(), node_ranks()
+        self._model = model
+        self._rank, self._ranks = ranks.index(world.rank), len(ranks)
+        is_all = self._ranks == world.size
+        self._group = None if is_all else node_group()
+        # The shapes travel by way of the CPUs: a GPU's answer would make the host wait for all that it has launched.
+        needs_own = self._ranks > 1 and (world.device.type != "cpu" or not is_all)
+        self._control = node_group("gloo") if needs_own else None
+        self._has_window = any(layer_values(model.model.config, "sliding_window"))
+
+    def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
+        """Return the inputs of the LM head at positions of this batch; every rank must call it, as often as the others.
+
+        The LM head multiplies only the rows of this batch.
+        """
+        return self._model.compute_targets(self._join(batch.with_label_rows(shift=self._model.shift)), lm_head=lm_head)
+
+    def _join(self, batch: Batch) -> Batch:
+        """Return the rows of all ranks below each other, with the positions to compare of this rank's rows alone."""
+        size, length = batch.input_ids.shape
+        shapes: list[Any] = [None] * self._ranks
+        dist.all_gather_object(shapes, (size, length, batch.padding), group=self._control)
+        sizes = [each[0] for each in shapes]
+        longest, most = max(each[1] for each in shapes), max(sizes)
+        joint = dict[str, Tensor | None]()
+        for name in ("input_ids", "attention_mask", "token_type_ids", "position_ids"):
+            own = getattr(batch, name)
+            # All ranks have the tensor or none has: that depends on the run's settings.
+            joint[name] = None if own is None else self._gather(own, longest, most, sizes)
+        mask = joint["attention_mask"]
+        assert mask is not None
+        paddings = {each[2] for each in shapes} | ({"right"} if len({each[1] for each in shapes}) > 1 else set())
+        padding: Any = next(kind for kind in ("left", "right", "none") if kind in paddings)
+        first = sum(sizes[: self._rank]) * longest
+
+        def moved(rows_N: Tensor | None) -> Tensor | None:
+            # The flat position b·T + t of this batch, in rows of another length below those of the ranks before.
+            return None if rows_N is None else first + rows_N // length * longest + rows_N % length
+
+        needs_sequences = batch.sequences is not None and (
+            batch.position_ids is not None or padding == "left" or self._has_window
+        )
+        return Batch(
+            **joint,  # type: ignore[arg-type]
+            labels=torch.zeros_like(mask),  # nobody reads them
+            label_rows=moved(batch.label_rows),
+            token_rows=moved(batch.token_rows),
+            padding=padding,
+            sequences=SequencesOfRows.of(mask.cpu()).to(mask.device) if needs_sequences else None,
+        )
+
+    def _gather(self, own_BT: Tensor, longest: int, most: int, sizes: Sequence[int]) -> Tensor:
+        """Return a tensor (B, T) of all ranks, of which the one of rank r has sizes[r] rows; the padding is 0."""
+        size, length = own_BT.shape
+        own = functional.pad(own_BT, (0, longest - length, 0, most - size)).contiguous()
+        parts = [torch.empty_like(own) for _ in sizes]
+        dist.all_gather(parts, own, group=self._group)
+        return torch.cat([part[:rows] for part, rows in zip(parts, sizes, strict=True)])
+
+
+@dataclass(frozen=True)
+class TensorParallelSource(ModelSource):
+    """Cuts a model across the ranks of each node."""
+
+    gives = replace(ModelSource.gives, layers=False, sequences=False)
+
+    @property
+    def is_scored(self) -> bool:
+        return True  # in shards, before the training
+
+    def describe(self, teacher: Any) -> str:
+        return ", its layers cut across the ranks of a node"
+
+    def check_there(self, plan: TeacherPlan) -> None:
+        """Raise a UserError if the ranks do not divide the teacher."""
+        read_plan(plan.models.teacher, len(node_ranks()))
+
+    def unforecast(self, teacher: Any) -> str | None:
+        return "teacher.sharding is tensor, and what it costs is not forecast: plan with node, which takes more"
+
+    def build(self, run: TeacherRun) -> Teacher:
+        plan = run.plan
+        folder = teacher_folder(plan, plan.models.teachers[""])
+        dtype = plan.models.teachers[""].dtype
+        model = load_tensor_parallel(str(folder), dtype=dtype, head=plan.models.teacher_head)
+        return TensorParallelTeacher(tap_teacher(plan.method, model, vocabulary=plan.models.vocabulary))

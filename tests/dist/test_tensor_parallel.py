@@ -1,0 +1,102 @@
+"""A teacher by tensor parallelism gives the outputs of the whole teacher, and a run with it learns the same.
+
+The file is also the program of a rank. Four ranks on two nodes: the ranks take the names of their hosts from their
+number.
+"""
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_config, tiny_model
+
+from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.errors import UserError
+from llmdistill.models.load import load_model
+from llmdistill.runtime.distributed import init_distributed
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.taps import Recorder
+from llmdistill.teachers.tensor_parallel import TensorParallelTeacher, load_tensor_parallel, read_plan
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "granite", "starcoder2")
+"""Grouped queries, biases of both kinds of cuts, norms of heads, sliding windows, logits that are scaled."""
+PLACES = ("labels", "tokens")
+
+
+def batches(rank: int) -> list[Batch]:
+    """Batches of this rank, of other sizes and lengths than those of the others: padded either way, packed, whole."""
+    generator = torch.Generator().manual_seed(rank)
+    size, length = 1 + rank % 2, 6 + rank
+    ids = torch.randint(3, 60, (size, length), generator=generator)
+    whole = torch.ones_like(ids)
+    right, left = whole.clone(), whole.clone()
+    right[0, length - 1 - rank :] = 0
+    left[0, : 1 + rank] = 0
+    packed, positions = whole.clone(), torch.arange(length).expand(size, -1).clone()
+    packed[:, 3:], positions[:, 3:] = 2, positions[:, 3:] - 3
+    made = [Batch(ids, mask, ids.masked_fill(mask == 0, IGNORE_INDEX)) for mask in (whole, right, left)]
+    return [*made, Batch(ids, packed, ids, position_ids=positions)]
+
+
+def main():
+    rank, folder = int(os.environ["RANK"]), Path(sys.argv[-1])
+    socket.gethostname = lambda: f"host{rank // 2}"
+    init_distributed()
+    for name in ARCHITECTURES:
+        whole = load_model(folder / name, dtype=torch.float64)
+        cut = load_tensor_parallel(str(folder / name), dtype=torch.float64, head="lm_head")
+        layers = [sum(each.numel() for each in model.base_model.layers.parameters()) for model in (cut, whole)]
+        assert 0.5 <= layers[0] / layers[1] < 0.6, (name, layers)  # all but norms, and biases of added outputs
+        expected, tapped = (TappedModel(model, Recorder(model, {})) for model in (whole, cut))
+        teacher = TensorParallelTeacher(tapped)
+        for number, batch in enumerate(batches(rank)):
+            if expected.makes_mask and batch.position_ids is not None:
+                continue  # its own masks know no packed rows
+            with torch.no_grad():
+                own, outputs = (each.compute_targets(batch, lm_head=PLACES) for each in (teacher, expected))
+            for place in PLACES:
+                torch.testing.assert_close(
+                    own.lm_head[place].rows,
+                    outputs.lm_head[place].rows,
+                    msg=lambda text: f"{name} {number}: {text}",  # noqa: B023
+                )
+    torch.distributed.barrier()
+
+
+def test_the_outputs_are_those_of_the_whole_teacher(launch, tmp_path):
+    for name in ARCHITECTURES:
+        model = tiny_model(name, scale=3.0)
+        with torch.no_grad():  # biases begin as zeros, which would hide one that is added twice
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        model.save_pretrained(tmp_path / name)
+    launch(str(tmp_path), ranks=4, program=__file__)
+
+
+def test_a_run_learns_what_it_learns_beside_a_whole_teacher(trained):
+    """Two ranks whose micro batches have other lengths; the last figures and the validation too."""
+    kd = ("--method", "kd", "--data.valid", "embedded:valid", "--train.validate_every", "5")
+    plain, cut = (trained(*kd, *more, ranks=2) for more in ((), ("--teacher.sharding", "tensor")))
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (plain, cut)]
+    assert len(rows[0]) == len(rows[1]) >= 5
+    for one, other in zip(*rows, strict=True):
+        keys = one.keys() & {"loss", "forward_kl", "valid_loss"}
+        assert {key: other[key] for key in keys} == pytest.approx({key: one[key] for key in keys}, rel=1e-4)
+    assert "valid_loss" in rows[0][0].keys() | rows[0][-1].keys()
+
+
+def test_a_teacher_that_cannot_be_cut_is_refused_in_one_sentence():
+    with pytest.raises(UserError, match=r"num_key_value_heads is 2, which the 4 ranks of a node do not divide"):
+        read_plan(tiny_config("llama"), 4)
+    with pytest.raises(UserError, match=r"no plan that cuts the layers of gpt2: take teacher\.sharding node or zero3"):
+        read_plan(tiny_config("gpt2"), 2)
+    with pytest.raises(UserError, match="of olmo2 as colwise"):
+        read_plan(tiny_config("olmo2"), 2)
+
+
+if __name__ == "__main__":
+    main()
