@@ -94,6 +94,41 @@ def model_table(metrics: Mapping[str, Any], scores: ScoreTable) -> TitledTable:
     return TitledTable(scores.title, header, rows)
 
 
+def mean_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the mean ROUGE-L of each scored model over its sets; empty where models have other scores."""
+    found = {key: (metrics.get(key) or {}).get("rougeL") for key in MODELS}
+    return {key: statistics.fmean(by_set.values()) for key, by_set in found.items() if by_set}
+
+
+def verdict(metrics: Mapping[str, Any], scores: ScoreTable) -> str:
+    """Say in one sentence how much of the teacher the student keeps."""
+    student, teacher_params, means = metrics.get("student"), metrics["run"]["teacher_params"], mean_scores(metrics)
+    if student is None:
+        return ""
+    text = f"With {student['params'] / teacher_params:.0%} of the teacher's parameters the student "
+    if means.get("teacher") and "student" in means:
+        text += f"keeps {means['student'] / means['teacher']:.0%} of its ROUGE-L: {means['student']:.1f} of "
+        text += f"{means['teacher']:.1f}"
+        return text + (f", and {means['untrained']:.1f} before its training." if "untrained" in means else ".")
+    if scores.columns:
+        values = {key: scores.rows[key][0] for key in ("student", "teacher", "untrained") if scores.rows.get(key)}
+        told = [f"{MODELS[key]} {value}" for key, value in values.items() if value]
+        return f"{text}has, in {scores.columns[0]}: {', '.join(told)}."
+    return text + "was trained, and not scored."
+
+
+def bars(metrics: Mapping[str, Any]) -> dict[str, list[tuple[str, float, str]]]:
+    """Return the bars of the page's first picture: for each title the models, the share of the longest and a label."""
+    means = mean_scores(metrics)
+    if len(means) < 2:
+        return {}
+    params = {key: metrics[key]["params"] for key in means}
+    return {
+        "parameters": [(MODELS[key], count / max(params.values()), f"{count:,}") for key, count in params.items()],
+        "ROUGE-L, mean of the sets": [(MODELS[key], mean / 100, f"{mean:.1f}") for key, mean in means.items()],
+    }
+
+
 def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> None:
     """Write report.md, report.html and metrics.json, and print the table of the scored models."""
     log = read_metrics_log(folder)
@@ -108,6 +143,8 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
     sets = list(metrics.get("asked", {}).get("tests") or []) or [VALID]
     context = {
         "title": folder.name,
+        "verdict": verdict(metrics, scores),
+        "bars": bars(metrics),
         "table": table,
         "legend": scores.legend,
         "drawings": save_drawings(folder, [*draw_training(log), *draw_weighting(read_weighting(folder))]),

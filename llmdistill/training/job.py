@@ -43,7 +43,7 @@ from llmdistill.training.callbacks.stopping import Stopping
 from llmdistill.training.callbacks.validation import Validation
 from llmdistill.training.checkpoints import load_checkpoint
 from llmdistill.training.checks import HANDED_OVER, check_disk
-from llmdistill.training.headline import headline
+from llmdistill.training.headline import about, headline
 from llmdistill.training.log import RunLog, check_log
 from llmdistill.training.plan import Plan, make_plan
 from llmdistill.training.provenance import write_run_card
@@ -263,6 +263,7 @@ def _report(
 ) -> None:
     log = read_metrics_log(plan.folder)
     record = execution_record(plan.config.scoring.decoding, log, plan.models.sizes["teacher_params"])
+    record["about"] = about(plan, data.report)
     if plan.models.teacher_origin is not None:
         record["teacher_origin"] = plan.models.teacher_origin
     best = read_best(plan.folder)

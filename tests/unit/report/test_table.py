@@ -2,16 +2,22 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from llmdistill.report.pages import render
+from llmdistill.report.samples import Sample
 from llmdistill.report.table import finish_report, training_cost, with_loss
-from llmdistill.report.tables import print_table
+from llmdistill.report.tables import TitledTable, print_table
 from llmdistill.tasks.base import ScoreTable
 
 MODELS = ("teacher", "untrained", "student")
+RECORD = {"command": "c", "hardware": "h", "versions": {}, "finished": "f"}
+PAGE = {"title": "t", "verdict": "", "bars": {}, "table": TitledTable("t", ["model"], []), "legend": "", "drawings": []}
+PAGE |= {"labels": {}, "has_answers": False, "warnings": [], "kept": None, "record": RECORD}
 
 
 def rouge_table(metrics):
@@ -86,6 +92,41 @@ def test_a_run_without_a_set_to_score_on_shows_its_loss(tmp_path, metrics, capsy
         assert "gen tok/s" not in report + printed
         finish_report(tmp_path, {key: metrics[key] for key in ("warnings", "run")}, replace(table, rows={}))
         assert f"The {name} at the end is {value}." in capsys.readouterr().out
+
+
+def test_the_page_begins_with_what_the_student_keeps(tmp_path, metrics):
+    metrics["run"]["about"] = {"Teacher": "a <big> one", "Data": "rows.jsonl"}
+    finish_report(tmp_path, metrics, rouge_table(metrics))
+    page, text = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("html", "md"))
+    mean = {name: sum(metrics[name]["rougeL"].values()) / 3 for name in MODELS}
+    said = (
+        f"keeps 99% of its ROUGE-L: {mean['student']:.1f} of {mean['teacher']:.1f}, and {mean['untrained']:.1f} before"
+    )
+    assert mean["student"] / mean["teacher"] == pytest.approx(0.99, abs=0.005)
+    for written in (page, text):
+        assert "43% of the teacher" in written
+        assert 0 < written.index(said) < written.index("skills")
+    places = [page.index(part) for part in ("<h1>", said, "<dd>a &lt;big&gt; one</dd>", "width:42.7%", "<h2>Scores")]
+    assert places == sorted(places)
+    table = replace(rouge_table(metrics), columns=["F1"], rows={"teacher": ["9"], "untrained": [""], "student": ["7"]})
+    for name in MODELS:
+        del metrics[name]["rougeL"]
+    finish_report(tmp_path, metrics, table)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "the student has, in F1: trained 7, teacher 9." in page
+    assert "width:" not in page.split("</style>")[1], "another score has no bars"
+
+
+@pytest.mark.parametrize("models", range(1, 9))
+def test_no_card_of_an_answer_stands_alone_in_the_last_row(models):
+    answers = {f"m{n}": "answer" for n in range(models)}
+    sample = Sample(set="set", prompt="prompt", reference="reference", answers=answers)
+    page = render("run.html.j2", **PAGE, samples=[sample])
+    columns = {int(most): int(count) for most, count in re.findall(r"--c(\d):(\d+);", page.split("</style>")[1])}
+    cards = models + 1
+    fits = {most: max(n for n in range(1, most + 1) if n == 1 or (n <= cards and cards % n != 1)) for most in columns}
+    assert columns == fits
+    assert len(columns) == 4
 
 
 def predict(folder, name, answers):
