@@ -35,6 +35,9 @@ Positions = Literal["tokens", "labels", "sequences"]
 
 POSITIONS: tuple[Positions, ...] = ("tokens", "labels", "sequences")
 
+Labels = Literal["answers", "samples"]
+"""What tokens with a label are: answers that were given, or samples of the student, which only a teacher can judge."""
+
 TapRequest = Mapping[Aspect, frozenset[int]]
 """The aspects to keep, and for each aspect the layers (0-based)."""
 
@@ -98,9 +101,8 @@ class Batch:
     labels: Tensor
     """(B, T) int64, not shifted: the token id where the token is to be learned, else IGNORE_INDEX. The first label of a
     sequence is never learned: in a decoder no token before it predicts it, and encoders never mask the first token."""
-    has_sampled_labels: bool = False
-    """Whether the tokens that have labels are samples of the student, and no answers that were given. Only a teacher
-    can judge such tokens."""
+    labels_are: Labels = "answers"
+    """What the tokens with a label are; a loss term says of which kind it learns."""
     written_log_probs: Tensor | None = None
     """(N,) fp32: the log-probability of each token that has a label, row by row, under the model that has written the
     answers beside the training; None if nothing else than the student has."""

@@ -36,7 +36,7 @@ def doctor(arguments: Sequence[str]) -> int:
     from llmdistill.planning.checkup import check_run
     from llmdistill.runtime.devices import choose_accelerator
     from llmdistill.runtime.environment import check_environment, print_finding
-    from llmdistill.training.checks import DiskNeed
+    from llmdistill.training.disk import DiskNeed
     from llmdistill.training.plan import make_plans
 
     choose_accelerator()

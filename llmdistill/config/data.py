@@ -222,8 +222,8 @@ class DataConfig:
     on_policy: float = field(
         default=0.0, metadata=replaces("data.packing", unless=(None, 0)) | replaced_by("method", "sft") | SHARE
     )
-    """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1; for the methods
-    kd and makd."""
+    """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1; for
+    methods with a teacher."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Settings of these answers."""
     prompt: str | None = None

@@ -82,7 +82,7 @@ class OnPolicyLoader:
             batches.append(
                 replace(
                     collate(answered, self.pad_token_id),
-                    has_sampled_labels=True,
+                    labels_are="samples",
                     written_log_probs=log_probs if len(log_probs) else None,
                 )
             )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from llmdistill.batch import Aspect, Batch, LossSum, Outputs, Positions, Taps
+from llmdistill.batch import Aspect, Batch, Labels, LossSum, Outputs, Positions, Taps
+from llmdistill.losses.divergence import REVERSE_KL, Divergence
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from llmdistill.losses.divergence import Divergence
 
 Tap = tuple[Aspect, int]
 """An aspect and a layer (0-based)."""
@@ -71,6 +70,15 @@ class TokenTerm:
     def needs_teacher(self) -> bool:
         """See `step.method.Term`."""
         return self.divergence is not None
+
+    def for_labels(self, kind: Labels) -> TokenTerm | None:
+        """Return the term as a batch with labels of this kind learns by it; None if it cannot."""
+        if self.divergence is None:
+            return self if kind == "answers" else None
+        if self.divergence.of_labels and kind == "answers":
+            # Given answers are no samples of the student, so the reverse KL must sum over the vocabulary.
+            return replace(self, divergence=REVERSE_KL)
+        return self
 
 
 @dataclass(frozen=True)

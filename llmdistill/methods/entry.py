@@ -56,8 +56,6 @@ class MethodEntry:
     pretraining with BERT's next-sentence prediction."""
     trains: bool = True
     """Whether the method trains the student."""
-    judges_samples: bool = False
-    """Whether the student can learn from answers that it generates itself, because the teacher judges each token."""
     other_tokens: bool = False
     """Whether the teacher may have another tokenizer than the student: the method compares nothing but the
     distributions at labels."""

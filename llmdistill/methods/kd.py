@@ -94,7 +94,6 @@ KD = MethodEntry(
     build=build_kd,
     check=check_kd,
     uses_output=True,
-    judges_samples=True,
     other_tokens=True,
     grid={"kd.ratio": [0.5, 1.0]},
     presets={

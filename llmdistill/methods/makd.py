@@ -118,7 +118,6 @@ MAKD = MethodEntry(
     settings=MakdConfig,
     build=build_makd,
     uses_output=True,
-    judges_samples=True,
     grid={"makd.logits": [1.0, 10.0]},
     presets={"makd_minilm": Preset(label="MaKD + MiniLM", settings={"also": ["minilm"]})},
 )

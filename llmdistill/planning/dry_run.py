@@ -12,7 +12,7 @@ from llmdistill.config.command_line import about_recipe, to_dict
 from llmdistill.files import byte_size
 from llmdistill.messages import print_result
 from llmdistill.runtime.environment import print_finding
-from llmdistill.training.checks import DiskNeed
+from llmdistill.training.disk import DiskNeed
 from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan
 

@@ -12,7 +12,7 @@ from llmdistill.config.machine import MachineConfig
 from llmdistill.planning.step import Moment, model_bytes
 from llmdistill.runtime.tracing import Work
 from llmdistill.step.lm_head import lm_head_parameters
-from llmdistill.training.checks import STATE_BYTES
+from llmdistill.training.disk import STATE_BYTES
 
 PARTS = {
     "teacher": ("the teacher's weights", "a smaller teacher, more GPUs"),

@@ -11,8 +11,7 @@ from llmdistill.errors import UserError
 METRICS_LOG = "metrics.jsonl"
 
 TOP_SHARED, WRITER_GAP = "top_10_shared", "writer_gap"
-"""On the student's own answers: the share of its ten most likely tokens that are among the teacher's ten, and the mean
-difference of a token's log-probabilities in the student and in the server that wrote it (data.rollout.url)."""
+"""Columns of `training.batches.OwnAnswers`, which explains them."""
 
 FIGURES = (
     *("step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "padding_share", "teacher_share"),

@@ -109,6 +109,11 @@ class Method(Terms):
         """The kinds of positions at which terms use the teacher's logits for tokens; empty if none does."""
         return tuple(dict.fromkeys(term.positions for term in self.token_terms if term.needs_teacher))
 
+    def token_terms_of(self, batch: Batch) -> list[losses.TokenTerm]:
+        """Return the token terms by which a batch is learned: those that its labels are fit for."""
+        fitting = (term.for_labels(batch.labels_are) for term in self.token_terms)
+        return [term for term in fitting if term is not None]
+
     def bind_terms(
         self, teacher: Outputs | None, batch: Batch, divisors: Mapping[Positions, Tensor] | None = None
     ) -> BoundTerms:
@@ -118,14 +123,6 @@ class Method(Terms):
         over each kind of position; by default the sums are not divided.
         """
         assert teacher is not None or not self.needs_teacher, "only the labels' terms need no teacher"
-        token_terms: list[losses.TokenTerm] = []
-        for term in self.token_terms:
-            if term.divergence is None and batch.has_sampled_labels:
-                continue  # tokens that the student generated itself are no labels
-            if term.divergence is not None and term.divergence.of_labels and not batch.has_sampled_labels:
-                # The data's answers are no samples of the student, so the reverse KL must sum over the vocabulary.
-                term = replace(term, divergence=losses.REVERSE_KL)
-            token_terms.append(term)
         factors: dict[str, float | Tensor] = {**self.weights}
         if divisors is not None:
             for name, weight in self.weights.items():
@@ -134,7 +131,7 @@ class Method(Terms):
                 factors[name] = divisor.new_full((), weight) / divisor
         return BoundTerms(
             layer_terms=self.layer_terms,
-            token_terms=token_terms,
+            token_terms=self.token_terms_of(batch),
             sequence_terms=self.sequence_terms,
             teacher=teacher,
             factors=factors,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llmdistill.batch import Batch, Loader
-from llmdistill.data.sampler import PrefetchingLoader, Share
+from llmdistill.batch import Loader
+from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.adapters import is_adapter
@@ -30,16 +30,15 @@ from llmdistill.runtime.environment import kernels
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.step.compile import check_compilers
 from llmdistill.step.tap_models import tap_student
-from llmdistill.step.teacher import AsyncTeacher, RequestingLoader, Teacher
 from llmdistill.students.convert import compress_folder, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teachers.few_bits import check_bits
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
 from llmdistill.teachers.source import LoadedTeacher, TeacherRun
+from llmdistill.training.batches import batch_source
 from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.training.callbacks.best import BestStudent
 from llmdistill.training.plan import Plan
-from llmdistill.training.rollouts import make_rollout_loader, rollout_server
 from llmdistill.training.trackers import check_access
 from llmdistill.training.trainer import Trainer
 
@@ -99,9 +98,7 @@ def check_machine(plan: Plan) -> None:
     check_ds_config(plan.ds_config, plan.config.ds_config)
     if (source := plan.source) is not None:
         on_every(lambda: source.check_there(plan))
-    if plan.config.data.rollout.url is not None:
-        # The check needs neither the end tokens nor the vocabulary.
-        on_every(lambda: rollout_server(plan, [], 0).check(plan.config.data.max_length))
+    on_every(batch_source(plan).check_there)
     on_main(lambda: check_access(plan.config.train.report_to or []))
     for one in plan.models.teachers.values():
         check_bits(f"{one.key}.quantize", one.settings.quantize, world.device)
@@ -161,35 +158,6 @@ def share_of(plan: Plan) -> Share:
     )
 
 
-def prepare_loader(
-    plan: Plan,
-    student_folder: Path,
-    loader: Any,
-    engine: Any,
-    data: TaskData,
-    teacher: Teacher | None,
-) -> Loader:
-    """Wrap the loader for the training loop: a thread prepares the batches, or the student answers them.
-
-    A teacher that answers later gets each batch as soon as it is made.
-    """
-    world = World.current()
-    config = plan.config
-    if config.data.written_while_training is None:
-        # The matrix units of a GPU work on tiles, and a kernel that is compiled for a length is used again.
-        multiple = config.data.pad_to_multiple_of or (64 if world.device.type == "cuda" else 1)
-
-        def prepare(batch: Batch) -> Batch:
-            return batch.pad_to_multiple(multiple, config.data.max_length).with_label_rows(shift=plan.method.shift)
-
-        loader = RequestingLoader(loader, teacher.request) if isinstance(teacher, AsyncTeacher) else loader
-        return PrefetchingLoader(loader, steps=config.train.steps, device=world.device, prepare=prepare)
-    # Not a step ahead, as above: the student answers with the weights that the step before has left.
-    save = student_saver(plan, student_folder, engine)
-    answered = make_rollout_loader(plan, loader, engine, data.tokenizer, save)
-    return RequestingLoader(answered, teacher.request) if isinstance(teacher, AsyncTeacher) else answered
-
-
 def make_trainer(
     plan: Plan,
     student_folder: Path,
@@ -222,7 +190,13 @@ def make_trainer(
         ),
         teacher=trained_by,
         method=method,
-        loader=prepare_loader(plan, student_folder, loader, engine, data, trained_by),
+        loader=batch_source(plan).make_loader(
+            loader,
+            trained_by,
+            engine=engine,
+            tokenizer=data.tokenizer,
+            save=student_saver(plan, student_folder, engine),
+        ),
         settings=plan.config.train,
         seed=plan.config.seed,
     )

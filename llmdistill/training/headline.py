@@ -5,8 +5,8 @@ from __future__ import annotations
 from llmdistill.data.prompts import describe_prompt
 from llmdistill.models.forms import describe
 from llmdistill.students.sizes import describe_ranks
+from llmdistill.training.batches import batch_source
 from llmdistill.training.plan import Plan
-from llmdistill.training.rollouts import describe_share
 
 
 def about(plan: Plan, data_report: str) -> dict[str, str]:
@@ -23,7 +23,7 @@ def about(plan: Plan, data_report: str) -> dict[str, str]:
         "Student": f"{sizes['method']}, {sizes['student_params']:,} parameters ({sizes['ratio']:.0%})"
         f"{ranks and f', rank {ranks}'}{form}",
         "Method": f"{' + '.join(plan.config.methods())}: {', '.join(plan.method.weights)}",
-        "Data": f"{task}, {data_report.rstrip('.')}{describe_share(plan)}",
+        "Data": f"{task}, {data_report.rstrip('.')}{batch_source(plan).describe()}",
     }
 
 

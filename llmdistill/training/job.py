@@ -30,6 +30,7 @@ from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
 from llmdistill.teachers.live import TeacherOnDemand
 from llmdistill.training import assemble
+from llmdistill.training.batches import batch_source
 from llmdistill.training.cache import check_cache
 from llmdistill.training.calibration import check_calibration
 from llmdistill.training.callbacks.base import Accumulator, Callback
@@ -42,13 +43,12 @@ from llmdistill.training.callbacks.server import ServerAnswers
 from llmdistill.training.callbacks.stopping import Stopping
 from llmdistill.training.callbacks.validation import Validation
 from llmdistill.training.checkpoints import load_checkpoint
-from llmdistill.training.checks import HANDED_OVER, check_disk
+from llmdistill.training.disk import check_disk
 from llmdistill.training.headline import about, headline
 from llmdistill.training.log import RunLog, check_log
 from llmdistill.training.plan import Plan, make_plan
 from llmdistill.training.provenance import write_run_card
 from llmdistill.training.resolved import saved_sizes
-from llmdistill.training.rollouts import rollout_callbacks
 from llmdistill.training.run_folder import claim_folder, finished_metrics, run_warnings, scoring_settings
 from llmdistill.training.trackers import monitors
 from llmdistill.training.trainer import Trainer
@@ -186,7 +186,7 @@ def _open_training(
     further: Sequence[MakeCallback],
 ) -> Iterator[tuple[Trainer, int, list[Callback]]]:
     """Give the trainer, the steps that the last checkpoint has, and the callbacks; after the block save the student."""
-    world = World.current()
+    world, source = World.current(), batch_source(plan)
     loader = data.loader(assemble.share_of(plan))
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader)
     best = assemble.make_best(plan, untrained, trainer.engine, data)
@@ -223,13 +223,13 @@ def _open_training(
         saving = Checkpoints(trainer, plan.folder, loss_modes, accumulators)
         if checkpoint is not None:
             saving.restore(checkpoint.manifest.get("figures", {}))
-        has_server = isinstance(trainer.teacher, AsyncTeacher) or plan.config.data.rollout.url is not None
+        has_server = isinstance(trainer.teacher, AsyncTeacher) or source.asks_server
         # `Callback.reads` and `gives` say which one must come before which.
         callbacks: list[Callback] = [
             Stopping(),
             *([ServerAnswers(trainer)] if has_server else []),
             health,
-            *rollout_callbacks(plan, trainer),
+            *source.callbacks(trainer),
             *([validation] if validation.batches else []),
             *([best] if best is not None else []),
             *others,
@@ -239,9 +239,9 @@ def _open_training(
         # From here on a signal ends the run after a whole step, which is saved; up to here there is nothing to save.
         with signals.waiting():
             yield trainer, start, callbacks
-    if world.is_main:
-        # The weights as the server of the rollouts has read them; from now on it gets no others.
-        shutil.rmtree(plan.folder / HANDED_OVER, ignore_errors=True)
+    if world.is_main and source.student_copy is not None:
+        # The weights as a server has read them; from now on it gets no others.
+        shutil.rmtree(source.student_copy, ignore_errors=True)
     report = data.after_training(loader)
     if report is not None:
         print_main(f"Data        {report}")

@@ -173,10 +173,6 @@ SEARCHED_LAYER = Condition(
     typed="`minilmv2.teacher_layer auto`",
     of_config=lambda run: _has_setting(run, "minilmv2", "teacher_layer", "auto"),
 )
-LEARNS_GIVEN_ANSWERS = Condition(
-    typed="every method but `kd` and `makd`",
-    of_config=lambda run: not METHODS[run.method].judges_samples,
-)
 LAYERS_COMPARED = Condition(
     typed="methods that compare inner tensors, such as `makd` and `minilm`",
     of_plan=lambda plan: bool(plan.method.teacher_taps),
@@ -396,9 +392,9 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
         "student.factorize.calibration.data is {student.factorize.calibration.data}, but nothing is measured on it: "
         "give student.factorize.weighting, or set it to null"
     ),
-    (OWN_ANSWERS, LEARNS_GIVEN_ANSWERS): (
+    (OWN_ANSWERS, LABELS_ALONE): (
         "data.on_policy is {data.on_policy}, but method {config.method} learns from given answers: take one whose "
-        "teacher judges the student's own ({judges}), or set data.on_policy to 0"
+        "teacher judges the student's own, such as kd, or set data.on_policy to 0"
     ),
     (ROLLOUT_SERVER, FEW_BIT_STUDENT): (
         "data.rollout.url is {data.rollout.url}, but student.quantize.weights is {student.quantize.weights}: vLLM "
@@ -592,7 +588,6 @@ def _format_sentence(sentence: str, config: RunConfig, **more: Any) -> str:
         **vars(config),
         config=config,
         methods=" + ".join(config.methods()),
-        judges=" or ".join(name for name, method in METHODS.items() if method.judges_samples),
         others=", ".join(config.teacher.others),
         **more,
     )

@@ -26,7 +26,7 @@ FILES = sorted(
 )
 FEATURES = {
     "quantize": r"\bquantize\b|QuantizeConfig|models\.quantized|bits_of|FewBits",
-    "on-policy": r"on_policy|OnPolicy|[Rr]ollout|has_sampled_labels|judges_samples",
+    "on-policy": r"on_policy|OnPolicy|[Rr]ollout|\"samples\"\]|labels_are.*\"samples\"",
     "teacher.url": r"teacher\.url|RemoteTeacher|TeacherServer|ServerSource",
     "visible_until": r"visible_until",
     "several teachers": r"teacher\.others|Several(Heads|Source)|JointRows|AveragedTeachers|TeachersOfRows"

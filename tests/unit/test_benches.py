@@ -153,7 +153,7 @@ def test_peers_have_the_same_prompts_and_as_many_tokens_to_write(labeled, length
     prompts, answers = peer_rows.prompts_and_answers(setting)
     assert [*map(len, prompts), *map(len, answers)] == [length] * 2 + [12 - length] * 2
     (batch,) = peer_rows.written(setting)(0)
-    assert batch.has_sampled_labels
+    assert batch.labels_are == "samples"
     assert sorted(batch.input_ids[:, :length].tolist()) == sorted(prompts)
     assert (batch.labels[:, :length] == -100).all()
     assert batch.input_ids.shape[1] <= 12

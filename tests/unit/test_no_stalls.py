@@ -106,7 +106,7 @@ def test_a_step_asks_the_device_for_nothing(method: str, family: str) -> None:
 def test_nor_does_one_on_the_students_own_answers_under_checkpointing() -> None:
     trainer = make_trainer("kd", "llama", activation_checkpointing=True)
     with SlowCopies():
-        trainer.train_step([replace(make_batch("llama"), has_sampled_labels=True)])
+        trainer.train_step([replace(make_batch("llama"), labels_are="samples")])
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class UnevenTerms:
         if state.step != _MEASURED_STEP or trainer.engine.zero_optimization_stage() == 3 or len(method.weights) == 1:
             return
         batch = trainer.to_device(state.micro_batches[0])
-        if batch.has_sampled_labels:  # they are no labels, so the terms on labels have no gradient
+        if len(method.token_terms_of(batch)) < len(method.token_terms):  # those that it leaves out have no gradient
             return
 
         def compute_targets() -> Outputs | None:

@@ -55,13 +55,13 @@ def test_batches_are_prepared_in_a_thread_and_no_random_number_is_drawn():
 
     def prepare(batch):
         threads.add(threading.current_thread())
-        return replace(batch, has_sampled_labels=True)
+        return replace(batch, labels_are="samples")
 
     prefetched = PrefetchingLoader(Watched(), steps=len(STEPS), device=CPU, prepare=prepare)
     for step, expected in enumerate(STEPS):
         batches = prefetched.micro_batches(step)
         assert samples(batches) == samples(expected)
-        assert all(batch.has_sampled_labels for batch in batches)
+        assert all(batch.labels_are == "samples" for batch in batches)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert threading.current_thread() not in threads
 

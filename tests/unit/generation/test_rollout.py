@@ -50,7 +50,7 @@ def rows(batches):
 def test_the_student_answers_the_prompts_of_the_step(model):
     loader = make(model)
     batches = loader.micro_batches(0)
-    assert all(batch.has_sampled_labels for batch in batches)
+    assert all(batch.labels_are == "samples" for batch in batches)
     given = [item for items in loader.loader.micro_batch_items(0) for item in items]
     answered = rows(batches)
     assert [name for batch in batches for name in batch.teachers] == [item.teacher for item in given]
@@ -99,7 +99,7 @@ def test_share_of_the_steps(model):
     assert [loader.is_on_policy(step) for step in range(4000)] == chosen
     step = next(step for step in range(50) if not loader.is_on_policy(step))
     (batch,) = loader.micro_batches(step)
-    assert not batch.has_sampled_labels
+    assert batch.labels_are == "answers"
     assert all(answer == [9, END] for _, answer in rows([batch]))
 
 

@@ -55,8 +55,8 @@ def test_the_students_own_answers_are_no_labels() -> None:
     labels, config = torch.tensor([[-100, 2, 3], [-100, -100, 1]]), tiny_config("llama")
     batch = Batch(labels.clamp_min(0), torch.ones_like(labels), labels)
     student, teacher = (Outputs(logits, Taps()) for logits in torch.randn(2, 2, 3, 5))
-    own = replace(batch, has_sampled_labels=True)
-    assert own.to("cpu").has_sampled_labels
+    own = replace(batch, labels_are="samples")
+    assert own.to("cpu").labels_are == "samples"
     method = build_method(["kd"], SETTINGS, config, config)
     given, written = (terms_of(method, student, teacher, each) for each in (batch, own))
     assert written.keys() == {"forward_kl"} < given.keys()
@@ -70,8 +70,8 @@ def test_a_sampled_divergence_takes_all_tokens_of_given_answers() -> None:
     labels, config = torch.tensor([[-100, 2, 3]]), tiny_config("llama")
     batch = Batch(labels.clamp_min(0), torch.ones_like(labels), labels)
     method = build_method(["kd"], {"kd": KdConfig(ratio=1.0, divergence="log_ratio")}, config, config)
-    for own, divergence in ((False, losses.REVERSE_KL), (True, losses.LOG_RATIO)):
-        (term,) = method.bind_terms(Outputs(None, Taps()), replace(batch, has_sampled_labels=own)).token_terms
+    for kind, divergence in (("answers", losses.REVERSE_KL), ("samples", losses.LOG_RATIO)):
+        (term,) = method.bind_terms(Outputs(None, Taps()), replace(batch, labels_are=kind)).token_terms
         assert (term.name, term.divergence) == ("log_ratio", divergence)
 
 

@@ -109,7 +109,7 @@ def compare(ways):
     ("makd kd", "llama", SETTINGS),
 ])  # fmt: skip
 def test_losses_and_gradients_are_those_of_whole_taps_and_logits(names, family, settings):
-    batch = replace(make_batch(family), has_sampled_labels=" " in names)
+    batch = replace(make_batch(family), labels_are="samples" if " " in names else "answers")
     ways = both_ways(method_of(names, family, settings), make(family, 1), make(family, 0), batch)
     compare(ways)
     for taps in (*ways.running.recorded, ways.running.teacher_targets.taps):

@@ -21,7 +21,7 @@ from llmdistill.training.callbacks.server import ServerAnswers
 from llmdistill.training.callbacks.stopping import Stopping
 from llmdistill.training.callbacks.uneven_terms import UnevenTerms
 from llmdistill.training.callbacks.validation import Validation
-from llmdistill.training.rollouts import OwnAnswers
+from llmdistill.training.batches import OwnAnswers
 
 IN_ORDER = (
     *(Stopping, ServerAnswers, FiniteSteps, LossWatch, UnevenTerms, OwnAnswers, Validation, BestStudent, LogRows),

@@ -18,7 +18,7 @@ from llmdistill.files import explain_refusal, new_folder, write_json
 from llmdistill.methods import METHODS
 from llmdistill.tasks import instruction_scores
 from llmdistill.train import main
-from llmdistill.training.checks import DiskNeed, check_disk
+from llmdistill.training.disk import DiskNeed, check_disk
 from llmdistill.training.job import execute
 from llmdistill.training.plan import Plan, make_plans
 

@@ -134,7 +134,7 @@ EXAMPLES: dict[tuple[Condition, Condition], tuple[str, ...]] = {
     (rules.WEIGHTED_START, rules.GIVEN_STUDENT): ("given student", "weighted"),
     (rules.WEIGHTED_START, rules.SHAPE): ("shape", "weighted"),
     (rules.CALIBRATION_DATA, rules.NOTHING_MEASURED): ("calibration data",),
-    (rules.OWN_ANSWERS, rules.LEARNS_GIVEN_ANSWERS): ("minilm", "on-policy"),
+    (rules.OWN_ANSWERS, rules.LABELS_ALONE): ("sft", "on-policy"),
     (rules.ROLLOUT_SERVER, rules.FEW_BIT_STUDENT): ("few bits", "rollout"),
     (rules.NO_TEACHER, rules.NOT_TASK): ("no teacher", "sft"),
     (rules.NO_TEACHER, rules.LEARNS_FROM_A_TEACHER): ("classes", "no teacher"),
