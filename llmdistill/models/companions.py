@@ -85,8 +85,24 @@ def copy_companions(source: Path | str, target: Path) -> None:
     if adapter is not None:
         folder = of_base(adapter, download)
         _copy_files(folder, target, (GENERATION_FILE, *(() if has_tokenizer(adapter) else _TOKENIZER)))
+    # What sentence-transformers runs after the model (pooling, normalization, linears), and its settings.
     if (folder / MODULES_FILE).is_file():
-        _copy_modules(folder, target)
+        names = [module.get("path") or "" for module in read_modules(folder)]
+        own = [name for name in names if name and Path(name).name == name and not is_outside(folder, name)]
+        parts = [folder / name for name in own if (folder / name).is_dir()]
+        files = (folder / "config.json", target / "config.json")
+        configs = [read_json(file) if file.is_file() else {} for file in files]
+        keys = ("hidden_size", "dim", "n_embd", "d_model")  # under which architectures have it
+        width, new_width = (next((config[key] for key in keys if key in config), None) for config in configs)
+        # Modules with weights are matrices of the old width: beside a student of another one nothing is copied.
+        if width == new_width or not any(file for part in parts for file in part.glob("*.safetensors")):
+            for part in parts:
+                _copy_files(part, target / part.name, _MODULE_FILES)
+                of_part = target / part.name / "config.json"
+                if width != new_width and of_part.is_file():
+                    values = read_json(of_part)
+                    write_json(of_part, {**values, **{key: new_width for key in _WIDTHS if key in values}})
+            _copy_files(folder, target, _POOLING)
     # Add the tokens that end the answers of the training data, so that a server of the student stops there.
     settings = read_generation_settings(target)
     if settings is None or not (target / "tokenizer_config.json").is_file():
@@ -106,29 +122,6 @@ def _copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
         for file in source.glob(pattern):
             if file.is_file() and not (target / file.name).exists():
                 shutil.copy2(file, target / file.name)
-
-
-def _copy_modules(source: Path, target: Path) -> None:
-    """Copy what sentence-transformers runs after the model (pooling, normalization, linears) and its settings.
-
-    If the widths of the two models differ, the configs of the modules get the new width; modules with weights, which
-    are matrices of the old width, cannot, and then nothing is copied.
-    """
-    names = [module.get("path") or "" for module in read_modules(source)]
-    own = [name for name in names if name and Path(name).name == name and not is_outside(source, name)]
-    folders = [source / name for name in own if (source / name).is_dir()]
-    configs = [read_json(file) if file.is_file() else {} for file in (source / "config.json", target / "config.json")]
-    keys = ("hidden_size", "dim", "n_embd", "d_model")  # under which architectures have it
-    width, new_width = (next((config[key] for key in keys if key in config), None) for config in configs)
-    if width != new_width and any(file for folder in folders for file in folder.glob("*.safetensors")):
-        return
-    for folder in folders:
-        _copy_files(folder, target / folder.name, _MODULE_FILES)
-        settings = target / folder.name / "config.json"
-        if width != new_width and settings.is_file():
-            values = read_json(settings)
-            write_json(settings, {**values, **{key: new_width for key in _WIDTHS if key in values}})
-    _copy_files(source, target, _POOLING)
 
 
 def read_generation_settings(folder: Path) -> GenerationConfig | None:
