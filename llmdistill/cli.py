@@ -121,6 +121,7 @@ def compress(arguments: Sequence[str]) -> None:
     from llmdistill.students.counting import build_reference, count_parameters  # after --help, as it loads torch
     from llmdistill.students.reconstruction import as_lines, by_kind
     from llmdistill.students.sizes import describe_ranks
+    from llmdistill.students.speed import describe_speed
 
     quiet_transformers()
     result = llmdistill.sizes(parsed.model, method=parsed.method, **settings)
@@ -139,6 +140,9 @@ def compress(arguments: Sequence[str]) -> None:
         result |= {"student_params": params, "ratio": params / result["teacher_params"]}
         lost = by_kind(squares)
         result |= {"lost": lost} if parsed.json else {}
+        slower = describe_speed(student.config)
+        if slower is not None:
+            result["speed"] = slower
     if parsed.candidates and parsed.json:
         result["candidates"] = candidates
     elif parsed.candidates:
@@ -154,6 +158,8 @@ def compress(arguments: Sequence[str]) -> None:
     _show(result, parsed.json, [key for key in shown if key in result])
     if not parsed.json and not parsed.dry_run and lost:
         print_result(as_lines(lost))
+    if not parsed.json and "speed" in result:
+        print_result(f"In transformers, on this machine, {result['speed']}.")
 
 
 def export(arguments: Sequence[str]) -> None:
@@ -198,11 +204,13 @@ def export(arguments: Sequence[str]) -> None:
         parsed.model, parsed.output, to=parsed.to, int8=parsed.int8, data=parsed.data, **settings
     )
     compared = {key: value for key, value in result.items() if key.endswith("comparison")}
-    _show(result, parsed.json, [key for key in result if key not in compared])
+    _show(result, parsed.json, [key for key in result if key not in {*compared, "speed"}])
     if parsed.json:
         return
     for key, comparison in compared.items():
         print_result(f"Compared with the model{', int8' if key.startswith('int8') else ''}: {comparison['text']}.")
+    if "speed" in result:
+        print_result(f"In transformers, on this machine, {result['speed']}.")
     if parsed.to == "dense":
         print_result("The factors are multiplied out: this model has the teacher's size and speed again.")
     if parsed.to == "gguf":

@@ -26,6 +26,7 @@ from llmdistill.serving.dense import Describe, export_dense
 from llmdistill.serving.gguf_export import GgufSettings, export_gguf
 from llmdistill.serving.onnx_export import export_onnx
 from llmdistill.students.counting import count_parameters
+from llmdistill.students.speed import describe_speed
 from llmdistill.training.inputs import Model, save_with_tokenizer
 
 
@@ -83,7 +84,8 @@ def export_in_form(
     adds a card.
 
     Returns:
-        output, params, bytes of the weights' files, largest_difference of an output from the model's, and comparison.
+        output, params, bytes of the weights' files, largest_difference of an output from the model's, comparison,
+        and speed, a sentence, if factors are slower here than dense matrices.
 
     Raises:
         UserError: a package is missing, the model has the form already or cannot have it, `out_dir` is not empty, or
@@ -108,4 +110,6 @@ def export_in_form(
         if describe is not None:
             describe(folder, comparison.describe())
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return {"output": str(out_dir), "params": params, "bytes": size, **comparison.result()}
+    slower = describe_speed(config)
+    said = {} if slower is None else {"speed": slower}
+    return {"output": str(out_dir), "params": params, "bytes": size, **comparison.result(), **said}

@@ -26,6 +26,7 @@ from llmdistill.runtime.engine import learning_rate, monitor_of
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.teacher import AsyncTeacher
 from llmdistill.students.counting import build_reference, count_parameters
+from llmdistill.students.speed import describe_speed
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
 from llmdistill.teachers.live import TeacherOnDemand
@@ -251,6 +252,9 @@ def _open_training(
         print_main(f"Student     {describe_best(best.move_to(trained))}")
     # After saving, which gathers the weights from the engine.
     trainer.engine.destroy()
+    slower = describe_speed(load_config(trained), world.device) if world.is_main else None
+    if slower is not None:
+        print_main(f"Speed       {slower}")
 
 
 def _report(
