@@ -67,6 +67,7 @@ def __getattr__(name: str) -> Any:
         return import_module("llmdistill.losses")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module("llmdistill.messages").quiet_imports()
     return getattr(import_module(_MODULES.get(name, "llmdistill.api")), name)
 
 

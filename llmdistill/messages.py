@@ -77,6 +77,13 @@ def set_level() -> None:
     logger.setLevel(_LEVELS[level.lower()])
 
 
+def quiet_imports() -> None:
+    """Hide what torchao says while transformers imports it: several lines on a GPU that is not there."""
+    for name in ("torchao", "torch.utils._pytree"):
+        if logging.getLogger(name).level == logging.NOTSET:  # else somebody wants to see them
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def say(line: str, *, aside: bool = False) -> None:
     """Write a message of progress or a note on rank 0; `aside`: to stderr, because stdout is for the result alone."""
     logger.info("%s", line, extra={"aside": aside})

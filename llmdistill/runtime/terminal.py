@@ -17,7 +17,7 @@ from pathlib import Path
 
 from llmdistill.errors import RankError, Stopped, UserError
 from llmdistill.files import explain_refusal
-from llmdistill.messages import exit_on_closed_pipe, logger, say, set_level
+from llmdistill.messages import exit_on_closed_pipe, logger, quiet_imports, say, set_level
 from llmdistill.progress import Activity
 from llmdistill.runtime import signals
 from llmdistill.runtime.launch import launched_ranks
@@ -44,8 +44,7 @@ def command_block() -> Iterator[Ending]:
     # Waiting threads that spin for a long time make a run on busy cores several times slower; threads that sleep
     # immediately make the small operations of a loss twice as slow on idle cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which misses a GPU in several lines
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_imports()
     ending, has_begun = Ending(), False
     try:
         with exit_on_closed_pipe(), signals.handling(), Activity("Working"):

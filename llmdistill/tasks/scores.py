@@ -67,7 +67,7 @@ class ScoreBook:
                 write_json(file, records)
         records = broadcast_object(records)
         summary = self.data.summary({set_name: records[set_name]["score"] for set_name in sets})
-        if World.current().is_main:
+        if sets and World.current().is_main:
             say(self.data.sentence(name, summary))
         return {"params": params, **summary}
 

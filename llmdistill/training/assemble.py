@@ -27,7 +27,7 @@ from llmdistill.runtime.distributed import World, exists_on_main, on_every, on_m
 from llmdistill.runtime.ds_check import check_ds_config, compiles_optimizer
 from llmdistill.runtime.engine import Template, add_projectors, build_engine, save_student
 from llmdistill.runtime.environment import kernels
-from llmdistill.runtime.terminal import warn_main
+from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.compile import check_compilers
 from llmdistill.step.tap_models import tap_student
 from llmdistill.students.convert import compress_folder, make_student
@@ -178,6 +178,8 @@ def make_trainer(
         embeddings = nearest_rotation(method, untrained, trained_by, data.teacher_examples())
     # The hooks come last, because they must wrap those of DeepSpeed.
     engine, projectors = make_engine(plan, student_folder, embeddings)
+    if plan.config.train.compile:
+        print_main("Compiling   the layers, once, in the first steps, which take a minute or more")
     return Trainer(
         engine=engine,
         student=tap_student(

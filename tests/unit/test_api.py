@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -54,6 +55,18 @@ def copied(model) -> dict[str, torch.Tensor]:
 def unchanged(model, before: dict[str, torch.Tensor]) -> bool:
     now = model.state_dict()
     return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
+
+
+def test_torchao_is_quiet_unless_somebody_wants_to_hear_it():
+    found = logging.getLogger("torchao")
+    before = found.level
+    try:
+        for given, expected in ((logging.NOTSET, logging.ERROR), (logging.INFO, logging.INFO)):
+            found.setLevel(given)
+            assert callable(llmdistill.compress)
+            assert found.level == expected
+    finally:
+        found.setLevel(before)
 
 
 def test_a_student_leaves_its_teacher_as_it_was_and_has_its_mode_and_dtype(model):
