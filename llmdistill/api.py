@@ -133,8 +133,8 @@ def compress(
         teacher = load_model(source, dtype="auto", head="saved") if source is not None else cast(PreTrainedModel, model)
         on, origin, weighted = device_for(model, device), source if tokenizer is None else None, None
         if chosen.weighting != "none" and data is not None:
-            words = tokenizer_of(model, tokenizer)
-            weighted = measure_weights_on(data, teacher, words, made_by, limits, on, origin)
+            words = LoadedModel(model=teacher, tokenizer=tokenizer_of(model, tokenizer))
+            weighted = measure_weights_on(data, words, made_by, limits, on, origin)
         student = teacher
         # A model that was loaded here is nobody else's, so it needs no copy.
         if named:

@@ -8,12 +8,12 @@ from tiny import save_decoder
 from transformers import LlamaForCausalLM
 
 from llmdistill.batch import Batch
-from llmdistill.config.cache import CacheConfig
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.data.sampler import Share
 from llmdistill.models.load import load_model
 from llmdistill.step.tap_models import tap_student
-from llmdistill.teachers.cache_folder import CacheFolder
-from llmdistill.teachers.cached import CachedTeacher
+from llmdistill.teachers.cache.folder import CacheFolder
+from llmdistill.teachers.cache.teacher import CachedTeacher
 from llmdistill.teachers.rows import Request
 from llmdistill.training import cache
 from llmdistill.training.plan import Plan

@@ -42,7 +42,7 @@ from llmdistill.runtime.hosts import read_hosts
 from llmdistill.tasks import squad
 from llmdistill.tasks.glue import GLUE_TASKS, read_split
 from llmdistill.tasks.out_of_domain import read_set, table_rows
-from llmdistill.teachers.cache_folder import CacheFolder
+from llmdistill.teachers.cache.folder import CacheFolder
 from llmdistill.training.callbacks.best import read_best
 from llmdistill.training.checkpoints import checkpoints
 

@@ -18,8 +18,8 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig, TrainConfig
-from llmdistill.config.cache import CacheConfig
 from llmdistill.config.machine import MachineConfig
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.methods import Method, build_method
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import build_meta, build_random

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import build, parse_own, parse_run
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.files import byte_size
 from llmdistill.messages import print_result
 from llmdistill.methods import METHODS

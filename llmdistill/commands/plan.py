@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from jsonargparse import ArgumentParser
 
 from llmdistill.config import RunConfig
-from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import build, parse_own, parse_run, split_words
 from llmdistill.config.machine import MachineConfig, find_gpu
 from llmdistill.config.overrides import given_flags
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.files import new_folder, write_json, write_text
 from llmdistill.messages import print_result, say

@@ -11,15 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, Positions
-from llmdistill.config.cache import CacheConfig
 from llmdistill.config.machine import MachineConfig, parse_bytes
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.methods import Method
 from llmdistill.planning.layout import SHARDINGS, TEACHER_ZERO, Layout, Sizes, read_seconds
 from llmdistill.planning.step import ForecastModels, full_batch
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
 from llmdistill.step.tap_models import tap_teacher
 from llmdistill.step.teacher import Teacher
-from llmdistill.teachers.cache_folder import CACHE_FILE, read_cache_record
+from llmdistill.teachers.cache.folder import CACHE_FILE, read_cache_record
 from llmdistill.teachers.rows import Request, row_positions, to_outputs, to_rows
 from llmdistill.training.checks import check_top_k
 from llmdistill.training.plan import Plan

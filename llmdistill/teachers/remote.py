@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from llmdistill.batch import Batch, Outputs, Positions, Taps, TopK
-from llmdistill.config.cache import CacheConfig
-from llmdistill.config.teacher import TeacherConfig
+from llmdistill.config.teacher import CacheConfig, TeacherConfig
 from llmdistill.errors import UserError
 from llmdistill.generation.model_server import ModelServer
 from llmdistill.generation.vllm_engine import to_top_k

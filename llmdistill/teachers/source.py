@@ -12,9 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch, Positions
 from llmdistill.config import OneTeacher, RunConfig
-from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import with_values
-from llmdistill.config.teacher import TeacherConfig
+from llmdistill.config.teacher import CacheConfig, TeacherConfig
 from llmdistill.errors import UserError
 from llmdistill.models.heads import HeadName
 from llmdistill.step.method import Method

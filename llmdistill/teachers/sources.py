@@ -6,7 +6,7 @@ from llmdistill.config.strict import did_you_mean
 from llmdistill.config.teacher import OneTeacher, TeacherConfig
 from llmdistill.errors import UserError
 from llmdistill.plugins import load_plugins
-from llmdistill.teachers.cached import CachedSource
+from llmdistill.teachers.cache.teacher import CachedSource
 from llmdistill.teachers.live import LiveSource
 from llmdistill.teachers.remote import ServerSource
 from llmdistill.teachers.several import SeveralSource

@@ -14,8 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, OtherTokens, Outputs, Positions, Taps
-from llmdistill.config.cache import CacheConfig
-from llmdistill.config.teacher import TeacherConfig
+from llmdistill.config.teacher import CacheConfig, TeacherConfig
 from llmdistill.data.begin import begin_tokens
 from llmdistill.data.collate import pad_rows, padding_mask, sample_id
 from llmdistill.data.token_bytes import TokenBytes, equal_spans, shared_tokens

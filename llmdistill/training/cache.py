@@ -13,9 +13,9 @@ import numpy as np
 from llmdistill.artifacts import as_json, differences
 from llmdistill.batch import POSITIONS, Positions
 from llmdistill.config import RunConfig
-from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import to_dict
 from llmdistill.config.strict import did_you_mean
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
@@ -23,10 +23,10 @@ from llmdistill.runtime.distributed import World, barrier, on_every, on_main
 from llmdistill.step.loss_check import check_losses
 from llmdistill.step.tap_models import tap_teacher
 from llmdistill.tasks.base import TaskData
-from llmdistill.teachers.cache_folder import CacheFolder
+from llmdistill.teachers.cache.folder import CacheFolder
+from llmdistill.teachers.cache.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
 from llmdistill.teachers.live import make_teacher
 from llmdistill.teachers.rows import Request, rows_of_samples
-from llmdistill.teachers.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
 from llmdistill.teachers.source import TeacherSource
 from llmdistill.training.checks import check_can_cache, check_top_k, vllm_obstacle
 from llmdistill.training.plan import Plan

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from llmdistill.artifacts import as_json
 from llmdistill.batch import Batch
@@ -44,7 +44,7 @@ from llmdistill.students.start.weigh import CalibrationSource, weigh
 from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, WeightedFactors
 from llmdistill.students.svd import determine_vectors
 from llmdistill.tasks import make_task
-from llmdistill.tasks.base import Models, TaskData
+from llmdistill.tasks.base import LoadedModel, Models, TaskData
 from llmdistill.tasks.forward import scoring_forward
 from llmdistill.teachers.live import LoadedTeacher
 from llmdistill.training.inputs import data_file
@@ -124,8 +124,7 @@ def _batches_of_run(plan: Plan, data: TaskData) -> tuple[list[Batch], list[Batch
 
 def measure_weights_on(
     data: Data,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    loaded: LoadedModel,
     student: StudentConfig,
     limits: Mapping[str, Any],
     device: torch.device | None,
@@ -137,6 +136,7 @@ def measure_weights_on(
     max_prompt_length, max_length and long_prompts, where they differ from their defaults. `origin`, the folder or name
     of model and tokenizer, identifies kept statistics; a model in memory has none, and its content identifies it.
     """
+    model, tokenizer = loaded.model, loaded.tokenizer
     with World.alone().entered(), TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         words = fingerprint(folder)

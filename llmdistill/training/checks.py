@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from llmdistill.config.cache import CacheConfig
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.models.forms import chosen_forms
 from llmdistill.students.sizes import build_planned

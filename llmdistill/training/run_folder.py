@@ -23,7 +23,7 @@ from llmdistill.methods import METHODS
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.tasks import task_folder
-from llmdistill.teachers.cache_folder import cache_fingerprint
+from llmdistill.teachers.cache.folder import cache_fingerprint
 from llmdistill.training.callbacks.best import read_best
 from llmdistill.training.callbacks.finite import ENDED, NOT_FINITE
 from llmdistill.training.checkpoints import checkpoints

@@ -24,15 +24,15 @@ from benching import Line, Settings, Table, Work, bench_parser, facts_of, measur
 from step_rows import plain_engine, trainer_of
 
 import llmdistill
-from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import parse_run
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
 from llmdistill.models.load import load_model
 from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher
-from llmdistill.teachers.cache_folder import CacheFolder
-from llmdistill.teachers.cached import CachedTeacher
+from llmdistill.teachers.cache.folder import CacheFolder
+from llmdistill.teachers.cache.teacher import CachedTeacher
 from llmdistill.teachers.live import make_teacher
 from llmdistill.teachers.rows import Request
 from llmdistill.training.cache import make_cache

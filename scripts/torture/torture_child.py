@@ -32,7 +32,7 @@ MARKS = {
     "start": "llmdistill.studies.distillation:claim_folder",
     "factorizing": "llmdistill.training.assemble:measure_weights",
     "calibrating": "llmdistill.students.start.weigh:measure_factors",
-    "caching": "llmdistill.teachers.shards:_run_teacher",
+    "caching": "llmdistill.teachers.cache.shards:_run_teacher",
     "training": "llmdistill.training.trainer:global_counts",
     "saving": "llmdistill.training.checkpoints:save_file",
     "student": "llmdistill.training.assemble:save_student",

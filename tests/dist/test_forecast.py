@@ -19,13 +19,13 @@ sys.path[:0] = [str(TESTS.parent / "scripts" / "bench"), str(TESTS)]  # of a ran
 
 from small_training import Setting, batch_of, forecast, measure  # noqa: E402
 
-from llmdistill.config.cache import CacheConfig  # noqa: E402
+from llmdistill.config.teacher import CacheConfig  # noqa: E402
 from llmdistill.runtime.distributed import World, init_distributed, shut_down  # noqa: E402
 from llmdistill.runtime.terminal import quiet_libraries  # noqa: E402
-from llmdistill.teachers.cache_folder import CacheFolder  # noqa: E402
-from llmdistill.teachers.cached import CachedTeacher  # noqa: E402
+from llmdistill.teachers.cache.folder import CacheFolder  # noqa: E402
+from llmdistill.teachers.cache.shards import Job, finish, write_by_teacher  # noqa: E402
+from llmdistill.teachers.cache.teacher import CachedTeacher  # noqa: E402
 from llmdistill.teachers.rows import Request  # noqa: E402
-from llmdistill.teachers.shards import Job, finish, write_by_teacher  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

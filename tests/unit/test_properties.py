@@ -16,11 +16,11 @@ from hostile import SEEDS, TEXTS, VALUES, damaged, outcome, tries
 from readers import READERS
 
 from llmdistill.config import FactorizeConfig, RunConfig
-from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import build, build_checked, parse_run, run_parser
 from llmdistill.config.generation import ResponseConfig
 from llmdistill.config.machine import MachineConfig
 from llmdistill.config.tasks import FineTuningConfig
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.data.rows import parse_row
 from llmdistill.data.sources import examples_of, open_rows
 from llmdistill.embedded import locate

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from caches import SMALL, model
 
-from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import parse_run
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.methods import METHODS
 from llmdistill.training import cache
 from llmdistill.training.plan import Plan, make_plan

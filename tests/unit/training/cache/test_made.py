@@ -15,9 +15,9 @@ from torch.nn import functional
 from transformers import LlamaForSequenceClassification
 
 from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch
-from llmdistill.config.cache import CacheConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.config.machine import MachineConfig
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.data.sampler import Share
 from llmdistill.losses.agreement import divergence_from
 from llmdistill.methods import METHODS
@@ -26,8 +26,8 @@ from llmdistill.planning.dry_run import estimate_cost
 from llmdistill.planning.layout import Sizes
 from llmdistill.planning.step import build_models
 from llmdistill.step.tap_models import tap_teacher
-from llmdistill.teachers import shards
-from llmdistill.teachers.cache_folder import CacheFolder
+from llmdistill.teachers.cache import shards
+from llmdistill.teachers.cache.folder import CacheFolder
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
 from llmdistill.teachers.source import TeacherRun
 from llmdistill.training import cache

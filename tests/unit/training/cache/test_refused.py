@@ -10,7 +10,7 @@ from hostile import refuses
 from tiny import tiny_config
 
 from llmdistill.batch import Batch
-from llmdistill.config.cache import CacheConfig
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ from llmdistill.config.teacher import TeacherConfig
 from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import World
 from llmdistill.step.teacher import Teacher
-from llmdistill.teachers.cache_folder import CacheFolder
+from llmdistill.teachers.cache.folder import CacheFolder
 from llmdistill.teachers.rows import Request, row_positions, to_outputs
 from llmdistill.teachers.source import ModelSource, TeacherRun
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from llmdistill.artifacts import compare_records, read_record
 from llmdistill.batch import POSITIONS, Batch, HeadInputs, Outputs, TopK
-from llmdistill.config.cache import CacheConfig
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.files import is_unused, write_json
 from llmdistill.losses.agreement import divergence_from
@@ -25,7 +25,7 @@ from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.forward import TappedModel
-from llmdistill.teachers.cache_folder import (
+from llmdistill.teachers.cache.folder import (
     CACHE_FILE,
     HEAD_FILE,
     REQUEST_FILE,
