@@ -130,7 +130,8 @@ class HookSums:
         """
         mask_BT, width = self.mask, values.shape[-1]
         if values.numel() == mask_BT.numel() * width:
-            return (values.reshape(*mask_BT.shape, width) * mask_BT[..., None]).sum(1)
+            own_BTK = values.reshape(*mask_BT.shape, width)
+            return (own_BTK if self._is_whole else own_BTK * mask_BT[..., None]).sum(1)
         # All rows belong to the one sequence, in whatever order they are.
         if self._is_whole and len(mask_BT) == 1:
             return values.reshape(1, -1, width).sum(1)
@@ -179,12 +180,20 @@ class HookSums:
         """
         if not self.tokens > 0:
             raise UserError("the calibration data hold no token: name data with at least one example")
-        for name, tensor in sums:
-            if not tensor.isfinite().all():
+        named = list(sums)
+        for (name, _), is_finite in zip(
+            named, each_holds([tensor.isfinite().all() for _, tensor in named]), strict=True
+        ):
+            if not is_finite:
                 raise UserError(
                     f"{name} are not finite on the calibration data: name other data, or load the model as fp32"
                 )
         return int(self.tokens)
+
+
+def each_holds(flags: list[Tensor]) -> list[bool]:
+    """Return the values of some flags (), which a GPU is asked for once."""
+    return list(map(bool, torch.stack(flags).tolist())) if flags else []
 
 
 def split_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:

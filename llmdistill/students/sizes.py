@@ -321,6 +321,14 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
         return {}
     # A rank that is given stays what the user typed; one that follows from a target is rounded.
     ranks = dict.fromkeys(linears, rank) if settings.rank is not None else _spread(linears, rank, settings)
+    if settings.target_params is not None:
+        # What the multiples have left goes to matrices that were rounded down, in their order.
+        left = target - total(rank)
+        for name, (count, (m, n)) in matrices.items():
+            raised = ranks[name] + rank_unit(m, n, rank, settings.rank_multiple)
+            params = [count * factor_params(m, n, each, settings.form) for each in (ranks[name], raised)]
+            if ranks[name] < rank and raised <= largest_rank(m, n, settings.form) and params[1] - params[0] <= left:
+                ranks[name], left = raised, left - (params[1] - params[0])
     ranks = {name: ranks[name] for name, (m, n) in linears.items() if ranks[name] <= largest_rank(m, n, settings.form)}
     if not ranks:
         raise UserError(f"rank {rank} makes no matrix smaller; the largest that does in this model is {largest}")

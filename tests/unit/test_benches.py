@@ -8,8 +8,10 @@ import textwrap
 from importlib import import_module
 from math import nan
 from pathlib import Path
+from unittest.mock import patch
 
 import bench_calibration
+import bench_host
 import bench_llama
 import bench_scale
 import bench_serve
@@ -29,6 +31,7 @@ from llmdistill.batch import Batch
 from llmdistill.data.prompts import render_prompt, resolve_prompt
 from llmdistill.data.sources import examples_of
 from llmdistill.embedded import locate
+from llmdistill.students.start import sampled
 from llmdistill.students.start.weighted import WeightedSVD
 
 pytestmark = pytest.mark.slow
@@ -174,6 +177,25 @@ def test_calibration_counts_the_bytes_of_its_statistics():
     batch = Batch(*[torch.ones(1, 5, dtype=torch.long)] * 3)
     assert bench_calibration.statistics_bytes(LlamaForCausalLM(config), batch) == 4 * (inputs + outputs)
     assert bench_calibration.decomposed(70, 80, CPU) > 0
+
+
+def test_operations_are_counted_without_views_and_a_calibration_adds_few():
+    with bench_host.Operations() as counted:
+        (torch.ones(2) + 1).view(2, 1).T.exp_()
+    assert counted.count == 3
+    counts = {}
+    with (
+        patch.object(sampled, "tokens_at_a_time"),
+        patch.object(sampled, "give_back_memory"),
+    ):  # which the bench changes
+        for name, row in bench_host.make_rows(3, CPU).items():
+            with bench_host.Operations() as counted:
+                row.call()
+            counts[name] = counted.count
+    assert counts["calibration"] < 1.5 * counts["plain forward and backward pass"]
+    assert counts["costs of cuts"] < 2 * counts["plain forward and backward pass"]
+    assert counts["held-out check of a cut"] < 3 * counts["plain forward pass"]
+    assert counts["KD step"] < 1.25 * counts["plain step"]
 
 
 def test_growth_is_the_ratio_of_the_rounds_over_that_of_the_products():

@@ -166,10 +166,15 @@ class _LossSums(HookSums):
 
     def finish(self) -> None:
         """Add up the squares of the sequences of a pass."""
+        by_shape: dict[torch.Size, list[str]] = {}
         for name, moved_Bk in self._moved.items():
+            by_shape.setdefault(moved_Bk.shape, []).append(name)
+        for names in by_shape.values():
+            moved_PBk = torch.stack([self._moved[name] for name in names]).double()
             # A cut to a rank loses all factors from this one on; the smallest are added first.
-            lost_Bk = moved_Bk.double().flip(1).cumsum(1).flip(1)
-            self.losses[name][:-1] += lost_Bk.square().sum(0) / 2
+            lost_PBk = moved_PBk.flip(2).cumsum(2).flip(2)
+            own = list((lost_PBk.square().sum(1) / 2).unbind())
+            torch._foreach_add_([self.losses[name][:-1] for name in names], own)
         self._moved.clear()
 
 

