@@ -23,6 +23,7 @@ from llmdistill.config.command_line import with_values
 from llmdistill.config.data import LIMITS
 from llmdistill.data.instruct import Limits
 from llmdistill.data.memory import has_columns
+from llmdistill.data.references import TEACHER
 from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
@@ -48,6 +49,7 @@ from llmdistill.training.inputs import Model, RunInputs, check_model_types, devi
 from llmdistill.training.plan import make_plans
 from llmdistill.training.provenance import save_compressed
 from llmdistill.training.run_folder import METRICS_FILE
+from llmdistill.training.written_data import calibration_file, with_written_data
 
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
 
@@ -99,7 +101,8 @@ def compress(
         output: a new folder, in which the student and the model's tokenizer are saved.
         tokenizer: the tokenizer to save in `output`; by default that of the folder or name the model was loaded from.
         device: the device that decomposes the matrices; by default a model's own, and for a named one the GPU if any.
-        calibration: the data of a weighting: rows of instructions, texts, a file or a name; or a mapping of these
+        calibration: the data of a weighting: rows of instructions, texts, a file or a name, or "teacher" for what the
+            model writes itself; or a mapping of these
             `data` and other fields of `llmdistill.config.CalibrationConfig`, such as examples and seed.
         lost: a dict that is given what each matrix W loses in its product W', by its name: the squared Frobenius norms
             of W - W' and of W. `llmdistill.students.reconstruction.by_kind` sums them over the kinds of matrices.
@@ -125,6 +128,8 @@ def compress(
     check_factorization(chosen, method)
     made_by = StudentConfig(method=method, factorize=chosen)
     check_calibration_data(chosen.weighting, data)
+    if isinstance(data, str) and data == TEACHER:
+        data = calibration_file(model)
     if limits and data is None:
         raise UserError(f"data.{next(iter(limits))} is for calibration data: give them, or leave it out")
     with nullcontext() if output is None else new_proven_folder(output) as folder:
@@ -263,7 +268,7 @@ def distill(
         student: the model to train; with None the run creates one from the teacher, according to the settings
             (`settings={"student.factorize.rank": 48}` or `{"student.shape": "6x384x12"}`).
         data: rows with instruction, input and output, with prompt and completion, or with messages; chats, which are
-            lists of messages; or texts.
+            lists of messages; or texts; or "teacher" for what the teacher writes itself.
         method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert, embedding, sft or seqkd.
         valid: the validation set, whose loss is logged; instructions are also scored on it by ROUGE-L.
         tests: instruction sets by name, on which all models are scored (see the settings `scoring.*`).
@@ -293,7 +298,7 @@ def distill(
         if config.tasks.names or method == "none":
             raise UserError("distill trains a student and no more: for tasks.names or method none start the main job")
         # Rank 0 saves the models and rows in memory; every rank goes on with their paths.
-        config = on_main(lambda: given.save(config))
+        config = with_written_data(on_main(lambda: given.save(config)))
         quiet_libraries()
         plans = make_plans(config)
         distill_plans(plans, plans[0].task.read_on_all(plans[0].models), callbacks=callbacks)

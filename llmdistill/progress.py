@@ -100,6 +100,17 @@ class Activity:
         if self._bar is not None:
             self._bar.update(units)
 
+    def expect(self, total: int) -> None:
+        """Correct the number of units of the work."""
+        self.total = total
+        if self._bar is not None:
+            self._bar.total = total
+
+    @property
+    def done(self) -> int:
+        """The number of units that are done."""
+        return self._done
+
     @property
     def has_bar(self) -> bool:
         return self._bar is not None and not self._bar.disable

@@ -75,10 +75,15 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
     from llmdistill.runtime.distributed import process_group
     from llmdistill.runtime.terminal import print_main, quiet_libraries
     from llmdistill.studies.distillation import distill_plans
+    from llmdistill.training.written_data import with_written_data
 
     with process_group(command_line.typed_command(script, arguments)):
         quiet_libraries()
         print_main(command_line.about_recipe(flags))
+        written = with_written_data(config)
+        if written is not config:
+            config, plans = written, make_plans(written)
+            tasks = None if tasks is None else plan_tasks(plans)
         data = plans[0].task.read_on_all(plans[0].models)
         if tasks is not None:
             tasks.check_data()

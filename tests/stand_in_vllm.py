@@ -46,12 +46,18 @@ class StandInLLM:
         return results
 
     def answered(self, ids: list[int], params: dict[str, Any]) -> SimpleNamespace:
-        assert params["temperature"] == 0.0
-        start = len(ids)
+        """The answer: greedy, or a sample at temperature 1 with the seed of the prompt."""
+        start, nats, stream = len(ids), 0.0, torch.Generator().manual_seed(params["seed"])
         while len(ids) - start < params["max_tokens"] and not set(ids[start:][-1:]) & set(params["stop_token_ids"]):
             with torch.no_grad():
-                ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(ids[start:]))])
+                log_probs = self.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            drawn = torch.multinomial(log_probs.exp(), 1, generator=stream)
+            ids.append(int(log_probs.argmax() if params["temperature"] == 0.0 else drawn))
+            nats -= float(log_probs[ids[-1]])
+        output = SimpleNamespace(
+            token_ids=tuple(ids[start:]), cumulative_logprob=-nats if "logprobs" in params else None
+        )
+        return SimpleNamespace(outputs=[output])
 
     def scored(self, ids: list[int], params: dict[str, Any]) -> SimpleNamespace:
         assert params["max_tokens"] == 1

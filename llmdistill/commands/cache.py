@@ -46,11 +46,15 @@ def cache(arguments: Sequence[str]) -> None:
     from llmdistill.runtime.distributed import process_group
     from llmdistill.training.cache import make_cache
     from llmdistill.training.plan import make_plans
+    from llmdistill.training.written_data import with_written_data
 
     quiet_transformers()
     plan = make_plans(config)[0]  # with assistants the first one's, which alone learns from teacher.model
     teacher = config.teacher.everyone.get(settings.teacher, config.teacher)
     with process_group(needed=teacher.is_sharded) as world:
+        written = with_written_data(config)
+        if written is not config:
+            plan = make_plans(written)[0]
         data = plan.task.read_on_all(plan.models).prepare()
         record = make_cache(plan, data, settings, parsed.output)
     if world.is_main:

@@ -120,6 +120,7 @@ def compare(arguments: Sequence[str]) -> int:
     from llmdistill.studies.comparison import MethodStudy
     from llmdistill.studies.launcher import Launcher
     from llmdistill.training.plan import with_prompt
+    from llmdistill.training.written_data import with_written_data
 
     name = flags.recipe or "own"
     name = name.replace("/", "-") if name in recipe_names() else Path(name).stem
@@ -136,6 +137,9 @@ def compare(arguments: Sequence[str]) -> int:
         launcher=launcher,
     )
     study.check()
+    if not parsed.dry_run:
+        # Here, before all runs, so that each of them reads the same file.
+        study = replace(study, recipe=with_written_data(study.recipe))
     if parsed.dry_run:
         print_plan(study, as_json=parsed.json)
         return 0

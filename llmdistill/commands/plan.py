@@ -147,9 +147,12 @@ def count_data(plan: Plan) -> Counts | None:
     from llmdistill.training.cache import count_examples
     from llmdistill.training.checks import can_cache
     from llmdistill.training.plan import make_plan
+    from llmdistill.training.written_data import names_teacher, with_written_data
 
-    if not can_cache(plan):
+    written = with_written_data(plan.config, write=False)
+    if not can_cache(plan) or names_teacher(written):  # no row is there to count
         return None
+    plan = plan if written is plan.config else make_plan(written)
     if plan.before is None:  # a plan from configurations alone has no folder of the tokenizer
         plan = make_plan(plan.config)
     data = plan.task.read(plan.models).prepare()
@@ -240,6 +243,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     from llmdistill.planning.layout import Duration
     from llmdistill.report.tables import print_table
     from llmdistill.students.sizes import describe_ranks
+    from llmdistill.training.written_data import names_teacher
 
     train, sizes, cache = plan.config.train, plan.models.sizes, _find_cache(choices)
     ranks = describe_ranks(sizes)
@@ -250,6 +254,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
         f"{' + '.join(plan.config.methods())}, {str(plan.models.dtype).removeprefix('torch.')}\n"
         f"Machine    {about_machine(machine)}\n"
         + ("" if cache is None else f"Cache      {about_cache(cache)}\n")
+        + (f"Data       {about_writing(plan, machine)}\n" if names_teacher(plan.config) else "")
         + "".join(f"Note       {note}\n" for note in notes(plan.config))
     )
     shown = (
@@ -297,6 +302,22 @@ def about_machine(machine: MachineConfig) -> str:
         return f"{machine.nodes} x {machine.gpus} {kind}, {machine.tflops:g} TFLOP/s each (--gpu names another kind)"
     text = f"the CPU of this machine, {machine.gpu_memory} free, {1000 * machine.tflops:.3g} GFLOP/s"
     return f"{text}\n           (--gpus N plans for GPUs)"
+
+
+def about_writing(plan: Plan, machine: MachineConfig) -> str:
+    """Describe what the teacher writes before a training, and about how long it takes."""
+    from llmdistill.progress import duration
+    from llmdistill.training.written_data import describe_writing, most_tokens, written_data_exist
+
+    text = describe_writing(plan.config)
+    if written_data_exist(plan.config):
+        return text
+    # A step of the decoding reads all weights, once for the rows of a batch.
+    params, rows = plan.models.sizes["teacher_params"], plan.config.data.write.batch_size or 32
+    products = 2 * params * rows / (machine.tflops * 1e12 * machine.product_share)
+    weights = params * (2 if machine.gpus else 4) / (machine.memory_bandwidth * 1e9 * machine.bandwidth_share)
+    seconds = max(products, weights) * most_tokens(plan.config) / rows / max(1, machine.gpus * machine.nodes)
+    return f"{text}\n           in at least {duration(seconds)}, {rows} rows at once on each rank"
 
 
 def about_cache(cache: CacheForecast) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from llmdistill.config.generation import WriteConfig
 from llmdistill.config.marks import (
     ADDRESS,
     COMMON,
@@ -24,7 +25,7 @@ from llmdistill.errors import check_name
 
 LIMITS = ("prompt", "max_prompt_length", "max_length", "long_prompts")
 """The fields of DataConfig that commands outside of a run take too: the prompt of instructions, and lengths."""
-NOT_OF_EXAMPLES = ("train", "valid", "tests", "on_policy", "rollout", "cache_dir", "pad_to_multiple_of")
+NOT_OF_EXAMPLES = ("write", "train", "valid", "tests", "on_policy", "rollout", "cache_dir", "pad_to_multiple_of")
 """The fields of DataConfig that do not say how the rows of a file become examples."""
 STUDENT_WRITES = "data.on_policy"
 """The setting by which the student writes answers during the training."""
@@ -197,7 +198,10 @@ class DataConfig:
     teacher's embeddings (settings under data.sentences)."""
     train: str = field(default="embedded:train", metadata=COMMON)
     """Training set; if an instruction has several answers, the first one is the label. With a.jsonl=2,b.jsonl=1 two of
-    three examples of an epoch are from a.jsonl: an epoch has as many as all files together."""
+    three examples of an epoch are from a.jsonl: an epoch has as many as all files together. "teacher" is what the
+    teacher writes itself before the training: chats with data.kind instructions, texts with text."""
+    write: WriteConfig = field(default_factory=WriteConfig)
+    """What the teacher writes for data.train teacher."""
     valid: str | None = field(default=None, metadata=FREE | COMMON | replaces("train.keep_best", by=(None,)))
     """Validation set, for choosing settings: its loss is logged, and at the end instructions are also scored on it by
     ROUGE-L, sentences by Spearman's correlation; never trained on."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.marks import SHARE_OVER_0, at_least, each_once, takes
+from llmdistill.config.marks import FREE, OVER_0, SHARE_OVER_0, at_least, each_once, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,50 @@ class ResponseConfig:
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """hf: transformers' generate, on one or several ranks; vllm: vLLM, one process for all GPUs; auto: vLLM if it is
     installed and can run this request, else hf."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteConfig:
+    """What a teacher writes as its own training data, and how it samples it.
+
+    An instruct model writes chats: from its chat template up to the user's text it samples the user's turn, and then
+    the answer (Magpie, Xu et al. 2024). A base model writes texts from their begin token on.
+    """
+
+    rows: int | None = field(default=None, metadata=at_least(1))
+    """Number of rows; default: 1,000, or as many as `tokens` says."""
+    tokens: int | None = field(default=None, metadata=at_least(1))
+    """Number of tokens after which no further row is written; with `rows` too, what comes first ends the writing."""
+    prompt_temperature: float = field(default=1.0, metadata=OVER_0)
+    """Temperature of what is written from nothing: the user's turn, or a text."""
+    prompt_top_p: float = field(default=0.98, metadata=SHARE_OVER_0)
+    """Top-p of the same: sampled from the smallest set of tokens with this total probability."""
+    temperature: float = field(default=0.9, metadata=OVER_0)
+    """Temperature of the answer."""
+    top_p: float = field(default=0.95, metadata=SHARE_OVER_0)
+    """Top-p of the answer."""
+    max_prompt_tokens: int = field(default=80, metadata=at_least(1))
+    """Largest number of tokens of a user's turn; a longer one is dropped."""
+    max_answer_tokens: int = field(default=320, metadata=at_least(1))
+    """Largest number of tokens of an answer; `unfinished` says what happens to a longer one."""
+    max_text_tokens: int | None = field(default=None, metadata=at_least(1))
+    """Largest number of tokens of a text; default: 512, or as many as a smaller model reads."""
+    unfinished: Literal["drop", "keep"] | None = None
+    """drop: rows whose answer or text did not end within its limit are dropped; keep: they are rows, cut at the limit.
+    Default: drop for chats, keep for texts."""
+    similarity: float = field(default=0.5, metadata=SHARE_OVER_0)
+    """A user's turn or a text is dropped as a near-duplicate of an earlier one if so large a share of the three-token
+    pieces of both is common to them (Jaccard index); 1 drops equal ones alone."""
+    seed: int = field(default=0, metadata=at_least(0))
+    """Seed of the samples. Each row has random numbers of its own, so its tokens depend on the batch and on the number
+    of ranks only where rounding does."""
+    batch_size: int | None = field(default=None, metadata=FREE | at_least(1))
+    """Rows sampled at once on each rank; an interruption loses at most these. Default: 32, or 1024 with vLLM."""
+    dtype: Literal["auto", "fp32", "bf16"] = field(default="auto", metadata=FREE)
+    """Number format of the teacher; auto: bf16 on a GPU that supports it, else fp32."""
+    engine: Literal["auto", "hf", "vllm"] = field(default="auto", metadata=FREE)
+    """hf: transformers' generate, on one or several ranks; vllm: vLLM, one process for all GPUs; auto: vLLM if it is
+    installed and can run the teacher, else hf."""
 
 
 def add_limits(parser: ArgumentParser, *, long_prompts: str | None, hint: str = "") -> None:

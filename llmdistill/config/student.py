@@ -34,8 +34,8 @@ class CalibrationConfig:
     activations for a student of a smaller shape (student.init important)."""
 
     data: str | None = None
-    """File, hub name or embedded:NAME, of the kind in data.kind; default: the run's training set (`llmdistill compress`
-    has none)."""
+    """File, hub name or embedded:NAME, of the kind in data.kind, or teacher for what the teacher writes itself;
+    default: the run's training set (`llmdistill compress` has none)."""
     examples: int = field(default=512, metadata=at_least(1))
     """Number of examples."""
     held_out: int | None = field(default=None, metadata=at_least(0))

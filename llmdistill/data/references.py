@@ -13,6 +13,9 @@ from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
 from llmdistill.fingerprints import content_fingerprint, fingerprint
 
+TEACHER = "teacher"
+"""Stands for what the teacher of a run writes itself, in data.train and in the calibration data."""
+
 _COMMA = re.compile(r",(?![^\[]*\])")  # a comma inside the brackets of a slice separates nothing
 _WEIGHT = re.compile(r"(?P<name>.+)=(?P<weight>\d+(\.\d*)?|\.\d+)")
 _LONGEST_NAME = 255

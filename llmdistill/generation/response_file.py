@@ -67,12 +67,16 @@ def parts_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.parts")
 
 
-def claim_output(output: Path, request: dict[str, Any]) -> bool:
+def claim_output(
+    output: Path, request: dict[str, Any], *, command: str = "llmdistill generate", begun: dict[str, Any] | None = None
+) -> bool:
     """Check that an output is unused or belongs to this request; return whether it is already finished.
 
-    `request` is everything that determines the answers, as plain JSON values. Raises UserError if the output or its
-    parts belong to another request, or the output was changed.
+    `request` is everything that determines the rows, as plain JSON values, and `begun` what determines those of an
+    unfinished output, by default the same. Raises UserError if the output or its parts belong to another request, or
+    the output was changed.
     """
+    begun = request if begun is None else begun
     parts = parts_folder(output)
     earlier_request = read_record(parts / "request.json", remedy=f"remove {parts}, or choose another --output")
     if output.exists():
@@ -88,17 +92,17 @@ def claim_output(output: Path, request: dict[str, Any]) -> bool:
         # With an earlier request the command was killed before the record was written; both are written again.
         if earlier_request is None:
             raise UserError(
-                f"{output} exists and has no {provenance_file(output).name}: `llmdistill generate` did not write it; "
+                f"{output} exists and has no {provenance_file(output).name}: `{command}` did not write it; "
                 "choose another --output"
             )
     if earlier_request is not None:
         subject = f"{parts} holds batches of another request"
         remedy = "choose another --output, or remove that folder"
-        compare_records(earlier_request, request, subject=subject, remedy=remedy)
+        compare_records(earlier_request, begun, subject=subject, remedy=remedy)
     elif any(parts.glob("rank-*.jsonl")):
         raise UserError(f"{parts} holds batches, but no request.json; remove that folder, or choose another --output")
     else:
-        write_json(parts / "request.json", request)
+        write_json(parts / "request.json", begun)
     provenance_file(output).unlink(missing_ok=True)  # the record of a file that no longer exists
     for file in parts.glob("rank-*.jsonl"):
         content = file.read_bytes()

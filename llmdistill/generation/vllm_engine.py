@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,31 +82,47 @@ class VllmEngine:
         seed: int,
     ) -> None:
         """Load a dense model from a folder or hub name. `ends` are the tokens that end an answer."""
+        self._llm = _load_llm(model, dtype, max_length=settings.max_length, seed=seed)
+        self._ends, self._settings = list(ends), settings
+
+    def with_decoding(self, ends: Sequence[int], settings: Decoding) -> VllmEngine:
+        """Return an engine of the same loaded model that decodes in another way."""
+        other = copy.copy(self)
+        other._ends, other._settings = list(ends), settings
+        return other
+
+    def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        """See Engine; each prompt has its own random stream."""
+        return [list(output.token_ids) for output in self._generate(prompt_ids, seeds)]
+
+    def sample(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[tuple[list[int], float]]:
+        """Return the same with the sum of the tokens' negative log-probabilities, which vLLM gives at temperature 1."""
+        outputs = self._generate(prompt_ids, seeds, logprobs=0)
+        return [(list(output.token_ids), -float(output.cumulative_logprob)) for output in outputs]
+
+    def _generate(self, prompt_ids: list[list[int]], seeds: list[int], **more: int) -> list[Any]:
         import vllm
 
+        settings = self._settings
         assert settings.no_repeat_ngram_size == 0
-        self._sampling_params = vllm.SamplingParams
-        self._common = {
+        common = {
             "temperature": settings.temperature if settings.sample else 0.0,  # 0 is greedy
             "top_p": settings.top_p if settings.sample else 1.0,
             "top_k": (settings.top_k or -1) if settings.sample else -1,  # vLLM switches it off by -1, transformers by 0
             "max_tokens": settings.max_new_tokens,
             # These stop an answer, instead of the end tokens that vLLM reads from the model's folder.
-            "stop_token_ids": list(ends),
+            "stop_token_ids": self._ends,
             "ignore_eos": True,
             "skip_special_tokens": False,
             "detokenize": False,
+            **more,
         }
-        self._llm = _load_llm(model, dtype, max_length=settings.max_length, seed=seed)
-
-    def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        """See Engine; each prompt has its own random stream."""
         results = self._llm.generate(
             [{"prompt_token_ids": ids} for ids in prompt_ids],
-            sampling_params=[self._sampling_params(**self._common, seed=seed) for seed in seeds],
+            sampling_params=[vllm.SamplingParams(**common, seed=seed) for seed in seeds],
             use_tqdm=False,
         )
-        return [list(result.outputs[0].token_ids) for result in results]
+        return [result.outputs[0] for result in results]
 
 
 class VllmScorer:

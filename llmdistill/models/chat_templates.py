@@ -72,6 +72,27 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
     return next((index for index in ids if index in added), end)
 
 
+@dataclass(frozen=True)
+class UserTurn:
+    """What stands before and after the text of a user who begins a chat."""
+
+    opening: str
+    """All that the template writes before it: begin token, its own system prompt, and the head of the turn."""
+    end: str
+    """What follows it, such as ``<|im_end|>\\n<|im_start|>assistant\\n``, without spaces at its beginning."""
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
+    """Return what the chat template writes around a user's text that is to be answered; None if it does not write it.
+
+    Raises whatever the template raises.
+    """
+    text = render(tokenizer, [{"role": "user", "content": QUESTION}], {}, asks=True)
+    opening, found, end = text.partition(QUESTION)
+    # Most tokenizers merge a space at the end into the first token of the text.
+    return UserTurn(opening.rstrip(" "), (end + frame_of(tokenizer).header).lstrip()) if found else None
+
+
 def shared_length(*sequences: Sequence[Any]) -> int:
     """Return how far sequences are equal from their beginning."""
     any_sequences: Any = sequences

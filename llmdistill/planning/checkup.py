@@ -32,6 +32,7 @@ from llmdistill.training.assemble import load_student, prepare_student, share_of
 from llmdistill.training.callbacks.uneven_terms import only_term, uneven_terms
 from llmdistill.training.plan import Plan, make_plans
 from llmdistill.training.resolved import RunModels
+from llmdistill.training.written_data import describe_writing, names_teacher, with_written_data
 
 _SAME = 1e-2
 """The largest gradient of a term with the teacher as its own student, as a share of that with the student."""
@@ -68,6 +69,10 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
     )
     try:
         with tempfile.TemporaryDirectory() as folder:
+            quick = with_written_data(quick, write=False)
+            if names_teacher(quick):
+                yield Finding("warning", "data", f"not checked: {describe_writing(quick)}")
+                return
             plan = make_plans(replace(quick, output_dir=folder))[0]  # the first assistant's, if the run has assistants
             data = plan.task.read(plan.models).prepare()
             yield Finding("ok", "settings and data", data.report or "read")

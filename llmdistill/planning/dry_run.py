@@ -15,6 +15,7 @@ from llmdistill.runtime.environment import print_finding
 from llmdistill.training.disk import DiskNeed
 from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan
+from llmdistill.training.written_data import describe_writing, names_teacher
 
 
 def estimate_cost(plan: Plan) -> dict[str, float] | None:
@@ -84,6 +85,8 @@ def show_plans(
             headline(plan, "not read (--check reads it)"),
             f"Cost        {describe_cost(plan)}",
         ]
+        if names_teacher(config):
+            lines.append(f"Before      {describe_writing(config)}")
         if len(plans) > 1:
             lines.append(f"Before      the assistants {', '.join(plan.config.student.assistants)}")
         if plan.config.tasks.names:

@@ -17,7 +17,7 @@ from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.exchange import ALONE, Exchange
 from llmdistill.data.instruct import NO_LIMIT, Limits, encode, parts_before
-from llmdistill.data.references import parts_of
+from llmdistill.data.references import TEACHER, parts_of
 from llmdistill.data.rows import describe_left_out
 from llmdistill.data.sampler import Mixture, Share, TrainLoader, scoring_batches
 from llmdistill.data.sources import check_rows, read_examples
@@ -70,6 +70,7 @@ class Instructions(Task):
         texts = find_text_tests(data.tests)
         sets = (reference for name, reference in data.tests.items() if name not in texts)
         train = [part.reference for part in parts_of(data.train)] if self.trains else []
+        train = [reference for reference in train if reference != TEACHER]  # which is written before it is read
         for reference in (*train, data.valid, *sets):
             if reference is not None:
                 check_rows(reference, thorough=thorough)

@@ -18,7 +18,7 @@ from llmdistill.config import DataConfig, RunConfig
 from llmdistill.data.begin import begin_tokens
 from llmdistill.data.corpus import Corpus, open_corpus, store_corpus
 from llmdistill.data.masking import Masking
-from llmdistill.data.references import parts_of, text_files
+from llmdistill.data.references import TEACHER, parts_of, text_files
 from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.sources import Data, open_rows, write_rows
 from llmdistill.data.text import MixedSequences, TextSequence, TextSequences, validation_batches
@@ -80,8 +80,10 @@ class Text(Task):
     def check_files(self, *, thorough: bool = True) -> None:
         data = self.config.data
         for reference in (*(_list_parts(data).values() if self.trains else ()), data.valid):
-            if reference is not None and text_files(reference) is None:
-                open_rows(reference, streaming=True)  # it does not contact the hub yet
+            # What the teacher writes is written before it is read.
+            others = [part.reference for part in parts_of(reference) if part.reference != TEACHER] if reference else []
+            if others and text_files(",".join(others)) is None:
+                open_rows(",".join(others), streaming=True)  # it does not contact the hub yet
         check_texts(find_text_tests(data.tests))
 
     def read(self, models: Models) -> TextData:

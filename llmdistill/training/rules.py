@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from llmdistill.config import RunConfig
 from llmdistill.config.data import RolloutConfig
 from llmdistill.config.teacher import key_of
-from llmdistill.data.references import is_weighted
+from llmdistill.data.references import TEACHER, is_weighted, parts_of
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
@@ -235,6 +235,10 @@ WEIGHTED_FILES = Condition(
     typed="weights in `data.train`",
     of_config=lambda run: run.data.kind == "instructions" and is_weighted(run.data.train),
 )
+TEACHER_WRITES = Condition(
+    typed="`data.train teacher`",
+    of_config=lambda run: run.data.kind != "task" and TEACHER in [part.reference for part in parts_of(run.data.train)],
+)
 STREAMING = Condition(typed="`data.streaming true`", of_config=lambda run: run.data.streaming)
 PACKING = Condition(typed="`data.packing true`", of_config=lambda run: run.data.packing)
 PROMPT = Condition(typed="`data.prompt`", of_config=lambda run: run.data.prompt is not None)
@@ -353,6 +357,16 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
     ),
     (STREAMING, WEIGHTED_FILES): (
         "data.train {data.train} has weights, and data.streaming reads file after file: leave one of them out"
+    ),
+    (TEACHER_WRITES, NO_TEACHER): (
+        "data.train {data.train} is written by the teacher, but teacher.model is null: name one, or give data"
+    ),
+    (TEACHER_WRITES, SENTENCES): (
+        "data.train {data.train}: a teacher writes chats and texts, but data.kind is sentences: give sentences"
+    ),
+    (TEACHER_WRITES, TEACHER_ON_A_SERVER): (
+        "data.train {data.train}, but teacher.url is {teacher.url}, and the teacher writes where it runs: "
+        "write them where the model is by `llmdistill write`, and name that file"
     ),
     (EPOCHS, INSTRUCTIONS): ("train.epochs counts passes over a text, but data.kind is instructions: give train.steps"),
     (TEACHER_ON_A_SERVER, NO_TEACHER): (
@@ -483,6 +497,13 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
         "student.quantize.weights {student.quantize.weights}: the scales of a matrix need all of it, and ZeRO-3 keeps "
         "shares: take ZeRO-2, or none as weights"
     ),
+    (TEACHER_WRITES, ENCODER): (
+        "data.train {data.train} is written by the teacher, but {teacher.model} is an encoder: give data"
+    ),
+    (TEACHER_WRITES, SHARDED_TEACHER): (
+        "data.train {data.train}, but {second}, and a teacher writes unsharded: write the data by `llmdistill write`, "
+        "which vLLM spreads over the GPUs, and name that file"
+    ),
     (ANOTHER_TOKENIZER, LOG_RATIO): (
         "kd.divergence is log_ratio, but {teacher.model} has another tokenizer than {student.model}: the probability "
         "of one token is compared, take another divergence"
@@ -530,6 +551,7 @@ NOT_FORECAST = {
     ASSISTANTS: "the assistants before the student (student.assistants)",
     SEVERAL_TEACHERS: "the teachers beside teacher.model (teacher.others)",
     OWN_ANSWERS: "the student's own answers (data.on_policy)",
+    TEACHER_WRITES: "what the teacher writes before the training (data.train teacher)",
 }
 """What a forecast of memory and time leaves out, where these conditions hold."""
 

@@ -1,0 +1,155 @@
+"""Data that the teacher of a run writes itself before the run (data.train teacher)."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from llmdistill.config import RunConfig
+from llmdistill.config.generation import WriteConfig
+from llmdistill.data.references import TEACHER, parts_of
+from llmdistill.data.sources import DataKind
+from llmdistill.errors import UserError
+from llmdistill.files import cache_folder, write_error
+from llmdistill.fingerprints import content_fingerprint
+from llmdistill.generation.self_written import ROWS, TEXT_TOKENS, choose_kind, request_of, write_data
+from llmdistill.messages import say
+from llmdistill.runtime.distributed import World, on_main
+
+
+def names_teacher(config: RunConfig) -> bool:
+    """Return whether the training or the calibration data of a run are written by its teacher."""
+    references = (config.data.train, config.student.factorize.calibration.data or "")
+    is_read = config.data.kind in ("instructions", "text")
+    return is_read and any(part.reference == TEACHER for text in references if text for part in parts_of(text))
+
+
+def with_written_data(config: RunConfig, *, write: bool = True) -> RunConfig:
+    """Return the run with the file that its teacher has written in place of "teacher"; every rank must call this.
+
+    The file is written into `data.cache_dir`, once for each model and its settings. Unless `write`, a run whose file
+    does not exist is returned as it is.
+
+    Raises:
+        UserError: as in `write_data`.
+    """
+    if not names_teacher(config):
+        return config
+    model, kind = str(config.teacher.model), written_kind(config)
+    path = written_file(model, config.data.write, kind, config.data.cache_dir)
+    if write:
+        write_once(model, config.data.write, kind, path)
+    elif not path.is_file():
+        return config
+    calibration = config.student.factorize.calibration
+    own = None if calibration.data is None else _put(calibration.data, path)
+    factorize = replace(config.student.factorize, calibration=replace(calibration, data=own))
+    return replace(
+        config,
+        data=replace(config.data, train=_put(config.data.train, path)),
+        student=replace(config.student, factorize=factorize),
+    )
+
+
+def written_kind(config: RunConfig) -> DataKind:
+    """Return what the teacher of a run writes; a UserError if it cannot."""
+    return choose_kind(str(config.teacher.model), "text" if config.data.kind == "text" else "instructions")
+
+
+def written_file(model: str, settings: WriteConfig, kind: DataKind, cache_dir: str | None) -> Path:
+    """Return the file of what a model writes by some settings, whose name tells both."""
+    name = content_fingerprint(request_of(model, settings, kind)).partition(":")[2][:16]
+    return cache_folder(cache_dir) / "written" / f"{name}.jsonl"
+
+
+def write_once(model: str, settings: WriteConfig, kind: DataKind, path: Path) -> None:
+    """Write the file unless it is finished, while no other process does; every rank must call this function."""
+    with _alone(path):
+        record = write_data(model, path, settings, kind=kind)
+    if World.current().is_main:
+        what = "chats" if kind == "instructions" else "texts"
+        say(
+            f"Data        {record['rows']:,} {what} of {record['tokens']:,} tokens, written by {model}: {path}",
+            aside=True,
+        )
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock of a file for the block, on rank 0; another process is waited for."""
+    locks = []
+
+    def lock() -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            locks.append(path.with_suffix(".lock").open("w", encoding="utf-8"))
+        except OSError as error:
+            raise write_error(path, error) from error
+        try:
+            fcntl.lockf(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            say(f"Note        another process writes {path}; this one waits for it", aside=True)
+            fcntl.lockf(locks[0], fcntl.LOCK_EX)
+        except OSError:
+            pass  # some network file systems have no locks
+
+    try:
+        on_main(lock)
+        yield
+    finally:
+        for file in locks:
+            file.close()
+
+
+def _put(reference: str, path: Path) -> str:
+    """Return a reference with the path in place of the teacher."""
+    named = [(str(path) if part.reference == TEACHER else part.reference, part.weight) for part in parts_of(reference)]
+    return ",".join(name if weight is None else f"{name}={weight:g}" for name, weight in named)
+
+
+def written_data_exist(config: RunConfig) -> bool:
+    """Return whether the teacher of a run has written its data already."""
+    return not names_teacher(with_written_data(config, write=False))
+
+
+def describe_writing(config: RunConfig) -> str:
+    """Describe what the teacher of a run will write, or that it has."""
+    settings, kind = config.data.write, written_kind(config)
+    path = written_file(str(config.teacher.model), settings, kind, config.data.cache_dir)
+    if path.is_file():
+        return f"the teacher has written its data already: {path}"
+    what = "chats" if kind == "instructions" else "texts"
+    amount = f"up to {most_tokens(config):,} tokens"
+    if settings.rows is not None or settings.tokens is None:
+        amount = f"{settings.rows or ROWS:,} {what} of {amount}"
+    return f"the teacher first writes {amount} (data.write)"
+
+
+def most_tokens(config: RunConfig) -> int:
+    """Return the most tokens of the rows that the teacher of a run writes, without those that it drops."""
+    settings = config.data.write
+    longest = settings.max_prompt_tokens + settings.max_answer_tokens
+    if config.data.kind == "text":
+        longest = settings.max_text_tokens or TEXT_TOKENS
+    rows = ROWS if settings.rows is None and settings.tokens is None else settings.rows
+    return min(number for number in (settings.tokens, None if rows is None else rows * longest) if number is not None)
+
+
+def calibration_file(model: object) -> str:
+    """Return the file of the calibration data that a named model writes for its own compression.
+
+    Raises UserError if the model is in memory, or cannot write.
+    """
+    if not isinstance(model, str | Path):
+        raise UserError(
+            f"calibration data of the teacher are written by a model of a folder or name, and this is a "
+            f"{type(model).__name__} in memory: save it first, or give data"
+        )
+    settings, name = WriteConfig(), str(model)
+    kind = choose_kind(name, "auto")
+    path = written_file(name, settings, kind, None)
+    write_once(name, settings, kind, path)
+    return str(path)
