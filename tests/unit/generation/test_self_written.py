@@ -86,7 +86,7 @@ def test_rows_are_the_samples_of_the_model_after_the_prefix_of_its_template(chat
             if answer[-1] != END or not said:
                 dropped["cut answer" if answer[-1] != END else "empty"] += 1
             else:
-                expected.append((text, said))
+                expected.append((text, tokenizer.decode(answer[:-1])))
         number += 1
     written = rows(tmp_path / "a.jsonl")
     assert [tuple(turn["content"].strip() for turn in row["messages"]) for row in written] == expected
