@@ -98,9 +98,9 @@ def claim(job: Job) -> list[int]:
     subject = f"--output {job.folder}: it holds another cache"
     # cache.json has the sizes of the files too, which are not part of the request.
     old = None if request is None else {key: request.get(key) for key in job.record}
-    if old is not None and isinstance(old.get("settings"), dict):
+    if old is not None:
         # The record may be older than a setting, whose default it then had.
-        old["settings"] = {**asdict(CacheConfig()), **old["settings"]}
+        old["settings"] = {**asdict(CacheConfig()), **(old["settings"] or {})}
     compare_records(old, job.record, subject=subject, remedy=remedy)
     if finished is None:
         write_json(job.folder / REQUEST_FILE, job.record)
