@@ -123,6 +123,10 @@ class Recorder:
         """Whether a `recording()` block is active."""
         return self._recording is not None
 
+    def aspects_of(self, layer: int) -> frozenset[Aspect]:
+        """Return the aspects that are recorded of a layer."""
+        return frozenset(aspect for aspect, layers in self._request.items() if layer in layers)
+
     @contextmanager
     def recording(
         self, on_tap: Callable[[Taps, Tap], None] | None = None, *, mask: AttentionMask | None = None

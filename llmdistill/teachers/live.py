@@ -132,5 +132,5 @@ class LiveSource(ModelSource):
             teacher.model,
             forward=teacher.forward,
             vocabulary=plan.models.vocabulary,
-            compiled=plan.config.train.compile,
+            compiled=plan.compiles,
         )

@@ -102,7 +102,7 @@ def check_machine(plan: Plan) -> None:
     on_main(lambda: check_access(plan.config.train.report_to or []))
     for one in plan.models.teachers.values():
         check_bits(f"{one.key}.quantize", one.settings.quantize, world.device)
-    if plan.config.train.compile:
+    if plan.compiles:
         check_compilers(world.device)
     if compiles_optimizer(plan.ds_config) and world.device.type == "cpu" and not has_compiler():
         raise UserError(
@@ -171,6 +171,8 @@ def make_trainer(
         # A loader of its own, because that of the run may read a stream.
         first_batch = lambda: data.loader(share_of(plan)).micro_batches(0)[0]  # noqa: E731  # used here alone
         trained_by = plan.source.build(TeacherRun(plan, data, teacher, first_batch))
+    if plan.compiles:
+        print_main("Note        the layers are compiled, once: the first steps take longer (train.compile)")
     embeddings = None
     if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
         # Of the student before the engine, which may shard its weights or round them.
@@ -188,7 +190,7 @@ def make_trainer(
             forward=engine,
             projectors=projectors,
             vocabulary=plan.models.vocabulary,
-            compiled=plan.config.train.compile,
+            compiled=plan.compiles,
         ),
         teacher=trained_by,
         method=method,

@@ -5,15 +5,22 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from llmdistill.config.teacher import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.models.forms import chosen_forms
+from llmdistill.step.compile import check_compilers
 from llmdistill.students.sizes import build_planned
 from llmdistill.teachers.remote import vllm_number_obstacle
-from llmdistill.training.rules import CACHE_BY_VLLM, CACHED_TEACHER, check_conditions, clash
+from llmdistill.training.rules import CACHE_BY_VLLM, CACHED_TEACHER, COMPILE, check_conditions, clash
 
 if TYPE_CHECKING:
     from llmdistill.training.plan import Plan
+
+
+_WORTH_COMPILING = 500
+"""Steps of a run from which on it compiles by itself: a shorter one would hardly win back the time."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -31,6 +38,20 @@ def check_can_cache(plan: Plan) -> None:
     obstacle = clash(plan, CACHED_TEACHER)
     if obstacle is not None:
         raise UserError(obstacle)
+
+
+def compiles(plan: Plan, device: torch.device) -> bool:
+    """Whether a run compiles its layers: if it is told to, or by itself if that is possible and worth the time."""
+    chosen = plan.config.train.compile
+    if chosen != "auto":
+        return chosen
+    if device.type != "cuda" or plan.config.train.steps < _WORTH_COMPILING or clash(plan, COMPILE) is not None:
+        return False
+    try:
+        check_compilers(device)
+    except UserError:
+        return False
+    return True
 
 
 def vllm_obstacle(plan: Plan) -> str | None:

@@ -20,6 +20,7 @@ from llmdistill.models.heads import HEADS
 from llmdistill.models.tokenizer import brings_tokenizer, check_tokens, compare_vocabularies, load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.devices import TORCH_DTYPES
+from llmdistill.runtime.distributed import World
 from llmdistill.runtime.ds_check import check_ds_config, check_zero
 from llmdistill.runtime.ds_config import is_shipped, read_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
@@ -29,7 +30,7 @@ from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Task
 from llmdistill.teachers.source import ResolvedTeacher, TeacherSource
 from llmdistill.teachers.sources import source_of
-from llmdistill.training.checks import check_plan
+from llmdistill.training.checks import check_plan, compiles
 from llmdistill.training.resolved import (
     LARGEST_STUDENT,
     Pending,
@@ -95,6 +96,11 @@ class Plan:
         if not self.method.needs_teacher:
             return None
         return source_of(self.config.teacher, translates=self.models.translates)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the layers of its models are compiled on this machine."""
+        return compiles(self, World.current().device)
 
     @property
     def runs_teacher(self) -> bool:

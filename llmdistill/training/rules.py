@@ -298,7 +298,7 @@ STUDENT_WITHOUT_CHECKPOINTING = Condition(
 # The training
 TRAINING = Condition(typed="every method but `none`", of_config=lambda run: METHODS[run.method].trains)
 ZERO_3 = Condition(typed="ZeRO stage 3", of_plan=lambda plan: plan.zero_stage == 3)
-COMPILE = Condition(typed="`train.compile true`", of_config=lambda run: run.train.compile)
+COMPILE = Condition(typed="`train.compile true`", of_config=lambda run: run.train.compile is True)
 CHECKPOINTING = Condition(
     typed="`train.activation_checkpointing true`",
     of_config=lambda run: run.train.activation_checkpointing,

@@ -13,25 +13,28 @@ from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, build_method
+from llmdistill.methods.kd import KdConfig
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.methods.minilm import MinilmConfig
 from llmdistill.step import compile as compiling
 from llmdistill.step.compile import check_compilers, compile_layers
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.taps import Recorder
+from llmdistill.training.checks import compiles
 from llmdistill.training.plan import make_plan
 
 SETTINGS = {
     "makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5),
     "minilm": MinilmConfig(value_mse=1.0),
+    "kd": KdConfig(ratio=0.7),
 }
 CPU = torch.device("cpu")
 
 
-def make(family: str, seed: int):
+def make(family: str, seed: int, num_layers: int = 1):
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if family == "bert" else {}
     # Larger than at birth, so that every term has weight.
-    return shaken(tiny_model(family, seed=seed, num_hidden_layers=1, **dropout), 0.2)
+    return shaken(tiny_model(family, seed=seed, num_hidden_layers=num_layers, **dropout), 0.2)
 
 
 def make_batch(sequences: int, tokens: int) -> Batch:
@@ -41,9 +44,17 @@ def make_batch(sequences: int, tokens: int) -> Batch:
     return Batch(ids, mask, ids.masked_fill(mask == 0, IGNORE_INDEX))
 
 
-def train(family: str, method_name: str, *, backend: str | None, checkpointing: bool = False, batches: int = 2):
+def train(
+    family: str,
+    method_name: str,
+    *,
+    backend: str | None,
+    checkpointing: bool = False,
+    batches: int = 2,
+    layers: int = 1,
+):
     """Terms and gradients of batches of different sizes."""
-    teacher, student = make(family, 0).eval(), make(family, 1).train()
+    teacher, student = make(family, 0, layers).eval(), make(family, 1, layers).train()
     if checkpointing:
         student.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in student.base_model.encoder.layer:
@@ -83,16 +94,41 @@ def _fresh():
     counters.clear()
 
 
-@pytest.mark.parametrize(("family", "method", "checkpointing"), [("llama", "makd", False), ("bert", "minilm", True)])
-def test_terms_and_gradients_are_those_of_plain_layers(family, method, checkpointing):
-    plain = train(family, method, backend=None, checkpointing=checkpointing)
+@pytest.mark.parametrize(("family", "method", "checkpointing", "layers", "graphs"), [
+    ("llama", "makd", False, 3, 2),
+    ("bert", "minilm", True, 3, 4),  # the taps of the last layer make it another kind
+    ("qwen3_moe", "kd", False, 2, 2),
+])  # fmt: skip
+def test_terms_and_gradients_are_those_of_plain_layers(family, method, checkpointing, layers, graphs):
+    plain = train(family, method, backend=None, checkpointing=checkpointing, layers=layers)
     counters.clear()
-    compare(train(family, method, backend="aot_eager", checkpointing=checkpointing), plain)
-    # Once in each of the two batches.
-    assert counters["checkpoints"]["all"] == (2 if checkpointing else 0)
-    # One graph a layer, in teacher and student, whatever the size of the batch; no tap breaks it.
-    assert counters["stats"]["unique_graphs"] == 2
+    compare(train(family, method, backend="aot_eager", checkpointing=checkpointing, layers=layers), plain)
+    # Once for each layer in each of the two batches.
+    assert counters["checkpoints"]["all"] == (2 * layers if checkpointing else 0)
+    # One graph a kind of layer, in teacher and student, whatever the size of the batch; no tap breaks it.
+    assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(("family", "changes", "kinds"), [
+    ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20}, 2),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, 2),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, 4),
+])  # fmt: skip
+def test_layers_that_differ_have_graphs_of_their_own(family, changes, kinds):
+    depth = {"n_layer": 4} if family == "gpt2" else {"num_hidden_layers": 4}
+    model = tiny_model(family, scale=3.0, **depth, **changes).eval()
+    tapped = TappedModel(model, recorder := Recorder(model, {"query": frozenset(range(4))}))
+    batches = make_batch(3, 9), make_batch(2, 6)
+    with torch.no_grad():
+        plain = [tapped(batch) for batch in batches]
+        compile_layers(recorder, backend="eager")
+        compiled = [tapped(batch) for batch in batches]
+    for ours, theirs in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(ours.logits, theirs.logits)
+        for layer in range(4):
+            torch.testing.assert_close(ours.taps.query[layer], theirs.taps.query[layer])
+    assert counters["stats"]["unique_graphs"] == kinds
 
 
 @pytest.mark.slow  # compiles C++
@@ -114,6 +150,28 @@ def test_generation_and_packed_rows_of_a_call_each_run_the_layers_as_they_were()
     outputs = TappedModel(model, recorder)(Batch(ids, numbers, ids, position_ids=positions))
     assert outputs.taps.query.keys() == {0}
     assert not counters["stats"]
+
+
+@pytest.mark.parametrize(("words", "device", "compiled"), [
+    ([], "cuda", True),
+    ([], "cpu", False),
+    (["--train.compile", "false"], "cuda", False),
+    (["--train.compile", "true"], "cpu", True),
+    (["--train.steps", "499"], "cuda", False),
+    (["--ds_config", "zero3"], "cuda", False),
+    (["--teacher.sharding", "zero3"], "cuda", False),
+])  # fmt: skip
+def test_a_run_compiles_by_itself_where_it_can(words, device, compiled, monkeypatch):
+    monkeypatch.setattr("llmdistill.training.checks.check_compilers", lambda device: None)
+    config = ["--ds_config", "zero2", "--train.steps", "500", "--student.factorize.rank", "4", *words]
+    plan = make_plan(parse_run(config, METHODS)[0])
+    assert compiles(plan, torch.device(device)) == compiled
+
+    def missing(device):
+        raise UserError("no compiler")
+
+    monkeypatch.setattr("llmdistill.training.checks.check_compilers", missing)
+    assert compiles(plan, torch.device(device)) == ("true" in words)
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch):
