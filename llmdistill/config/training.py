@@ -71,7 +71,7 @@ class TrainConfig:
     (bf16.enabled); where that is "auto", as in those that ship, bf16 on a GPU that supports it, else fp32."""
     activation_checkpointing: bool = field(default=False, metadata=FREE)
     """Recompute the student's activations in the backward pass: less memory, more time."""
-    compile: bool | Literal["auto"] = field(default="auto", metadata=FREE)
+    compile: bool | Literal["auto"] = field(default=False, metadata=FREE)
     """Compile the layers of student and teacher (torch.compile), one graph for all layers of a kind and all lengths:
     the first steps take minutes, later steps are faster. auto: on a GPU with a compiler, from 500 steps on, where
     nothing speaks against it. Not available under ZeRO-3 or with a sharded teacher, for architectures without masks of

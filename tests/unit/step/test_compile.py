@@ -163,7 +163,7 @@ def test_generation_and_packed_rows_of_a_call_each_run_the_layers_as_they_were()
 ])  # fmt: skip
 def test_a_run_compiles_by_itself_where_it_can(words, device, compiled, monkeypatch):
     monkeypatch.setattr("llmdistill.training.checks.check_compilers", lambda device: None)
-    config = ["--ds_config", "zero2", "--train.steps", "500", "--student.factorize.rank", "4", *words]
+    config = ["--ds_config", "zero2", "--train.steps", "500", "--train.compile", "auto", *words]
     plan = make_plan(parse_run(config, METHODS)[0])
     assert compiles(plan, torch.device(device)) == compiled
 
