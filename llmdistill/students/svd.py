@@ -71,10 +71,8 @@ def truncated_svds(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]
 
 def gram_svds(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return `truncated_svds` by the Gram matrices, whose values and vectors are checked on all matrices at once."""
-    if matrices.shape[1] > matrices.shape[2]:
-        left, values, right = gram_svds(matrices.mT, rank)
-        return right.mT, values, left.mT
-    wide = matrices.double()
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    wide = (matrices.mT if is_tall else matrices).double()
     squares, vectors = (ascending.flip(-1) for ascending in torch.linalg.eigh(wide @ wide.mT))
     u = vectors[..., :rank]
     scaled = u.mT @ wide
@@ -83,7 +81,8 @@ def gram_svds(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     leading = squares[:, : rank + 1]
     equal = (leading[:, :-1] - leading[:, 1:] <= CHANCE * leading[:, :-1]).any(-1)
     odd = equal | (s[:, -1] <= SMALLEST_RATIO * s[:, 0])
-    found = u, s, scaled / s[..., None].clamp(min=torch.finfo(s.dtype).tiny)
+    vh = scaled / s[..., None].clamp(min=torch.finfo(s.dtype).tiny)
+    found = (vh.mT, s, u.mT) if is_tall else (u, s, vh)
     for place in odd.nonzero()[:, 0].tolist():
         for stacked, values in zip(found, truncated_svd(matrices[place], rank), strict=True):
             stacked[place] = values

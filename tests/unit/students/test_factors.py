@@ -226,7 +226,10 @@ def test_error_is_the_optimum(shape):
 @pytest.mark.parametrize("shape", [(30, 40), (40, 30)])
 def test_matrices_together_are_those_one_by_one(shape):
     spectra = ([8.0, 6, 4, 2], [5.0, 4, 3, 3, 3, 1], [2.0] * 30, [*range(30, 0, -1)])
-    matrices = torch.stack([with_spectrum(*shape, torch.tensor(each, dtype=torch.float64)) for each in spectra])
+    matrices = torch.zeros(len(spectra), *shape, dtype=torch.float64)  # in fp32 no two values would be equal
+    for matrix, values in zip(matrices, spectra, strict=True):
+        u, v = (torch.linalg.qr(torch.randn(side, len(values), dtype=torch.float64)).Q for side in shape)
+        matrix += (u * torch.tensor(values, dtype=torch.float64)) @ v.T
     for place, rank in itertools.product(range(len(matrices)), (3, 9)):
         found = [side[place] for side in svd.truncated_svds(matrices, rank)]
         alone = svd.truncated_svd(matrices[place], rank)
