@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.artifacts import new_proven_folder, read_record
+from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, FactorizeConfig, GenerationConfig, RunConfig, StudentConfig, TaskConfig
 from llmdistill.config.command_line import with_values
 from llmdistill.config.data import LIMITS
@@ -28,6 +29,7 @@ from llmdistill.data.sources import Data, DataKind, examples_of, kind_of
 from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError, check_name
+from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import load_model
 from llmdistill.report.metrics_log import read_metrics_log
@@ -41,6 +43,7 @@ from llmdistill.students.start.weighted import check_calibration_data
 from llmdistill.tasks import is_task
 from llmdistill.tasks.base import LoadedModel
 from llmdistill.tasks.benchmark import find_shared_benchmark, score_task
+from llmdistill.tasks.distance import Distance, compare, first_tokens, sample_texts, see
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.text import score_masked
 from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
@@ -49,6 +52,7 @@ from llmdistill.training.inputs import Model, RunInputs, check_model_types, devi
 from llmdistill.training.plan import make_plans
 from llmdistill.training.provenance import save_compressed
 from llmdistill.training.run_folder import METRICS_FILE
+from llmdistill.training.start import settle_compress
 from llmdistill.training.written_data import calibration_file, with_written_data
 
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
@@ -81,6 +85,7 @@ def compress(
     device: torch.device | str | None = None,
     calibration: Data | Mapping[str, Any] | None = None,
     lost: dict[str, tuple[float, float]] | None = None,
+    distance: list[Distance] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
     """Factorize a model: replace each linear in its layers by a product of two smaller ones (MaKD §3.1, KroneckerBERT).
@@ -106,6 +111,8 @@ def compress(
             `data` and other fields of `llmdistill.config.CalibrationConfig`, such as examples and seed.
         lost: a dict that is given what each matrix W loses in its product W', by its name: the squared Frobenius norms
             of W - W' and of W. `llmdistill.students.reconstruction.by_kind` sums them over the kinds of matrices.
+        distance: a list that is given how far the student of a decoder is from the model, on held-out calibration data,
+            or without any on texts that the model samples.
         settings: fields of `llmdistill.config.FactorizeConfig`: target_params ("62%", "0.69B", a number), ranks
             ({"*.q_proj": 32}), embedding_rank, sigma, form, weighting, allocation, rank_multiple, shapes, sums, ...
             And for calibration data prompt, max_prompt_length, max_length and long_prompts of `DataConfig`. Or as
@@ -126,6 +133,10 @@ def compress(
     data, of_data = split_calibration(calibration)
     chosen = with_values(FactorizeConfig(), {"rank": rank, **settings, **of_data}, key="")
     check_factorization(chosen, method)
+    config = model.config if isinstance(model, PreTrainedModel) else load_config(locate(str(model)))
+    is_compared = distance is not None and is_causal(config)
+    length = limits.get("max_length", DataConfig().max_length)
+    chosen = settle_compress(chosen, method, config, has_data=data is not None, max_length=length)
     made_by = StudentConfig(method=method, factorize=chosen)
     check_calibration_data(chosen.weighting, data)
     if isinstance(data, str) and data == TEACHER:
@@ -137,15 +148,20 @@ def compress(
         source = locate(str(model)) if named else None
         teacher = load_model(source, dtype="auto", head="saved") if source is not None else cast(PreTrainedModel, model)
         on, origin, weighted = device_for(model, device), source if tokenizer is None else None, None
-        if chosen.weighting != "none" and data is not None:
+        held_out: Sequence[Batch] = ()
+        if chosen.is_weighted and data is not None:
             words = LoadedModel(model=teacher, tokenizer=tokenizer_of(model, tokenizer))
-            weighted = measure_weights_on(data, words, made_by, limits, on, origin)
+            weighted, held_out = measure_weights_on(data, words, made_by, limits, on, origin, held_out=is_compared)
+        texts = first_tokens(held_out or sample_texts(teacher)) if is_compared else []
+        theirs = see(teacher, texts, "teacher") if texts else []
         student = teacher
         # A model that was loaded here is nobody else's, so it needs no copy.
         if named:
             compress_in_place(student, chosen, method, device=on, weighted=weighted, lost=lost)
         else:
             student = compress_model(teacher, chosen, method, device=on, weighted=weighted, lost=lost)
+        if is_compared and distance is not None:
+            distance.append(compare(theirs, see(student, texts, "student")))
         if folder is not None:
             save_compressed(student, tokenizer, folder, model, made_by, Path(str(output)).name)
     return student

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from llmdistill.config.command_line import TYPED, build, parse
 from llmdistill.config.data import LIMITS
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import FactorizeMethod, QuantizeConfig
+from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.messages import print_result
 from llmdistill.runtime.hosts import check_hosts
@@ -31,7 +33,7 @@ from llmdistill.runtime.launch import (
     run_ranks,
     split_launcher_flags,
 )
-from llmdistill.runtime.terminal import exit_code, quiet_transformers
+from llmdistill.runtime.terminal import exit_code, quiet_transformers, warn_main
 from llmdistill.tasks.instruction_sets import suite_sets
 
 
@@ -116,14 +118,21 @@ def compress(arguments: Sequence[str]) -> None:
     parsed = parse(parser, arguments)
     if parsed.output is None and not parsed.dry_run:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
-    settings, unchanged = asdict(build(parsed, FactorizeConfig, prefix="--")), asdict(DataConfig())
+    given, unchanged = build(parsed, FactorizeConfig, prefix="--"), asdict(DataConfig())
     limits = {key: value for key, value in parsed.data.as_dict().items() if value != unchanged[key]}
+    from llmdistill.models.configs import load_config
     from llmdistill.students.counting import build_reference, count_parameters  # after --help, as it loads torch
-    from llmdistill.students.reconstruction import as_lines, by_kind
+    from llmdistill.students.reconstruction import by_kind
     from llmdistill.students.sizes import describe_ranks
     from llmdistill.students.speed import describe_speed
+    from llmdistill.tasks.distance import HOPELESS, Distance
+    from llmdistill.training.start import settle_compress
 
     quiet_transformers()
+    config, length = load_config(locate(parsed.model)), limits.get("max_length", unchanged["max_length"])
+    has_data = given.calibration.data is not None
+    settled = settle_compress(given, parsed.method, config, has_data=has_data, max_length=length)
+    settings = asdict(settled)
     result = llmdistill.sizes(parsed.model, method=parsed.method, **settings)
     candidates = result.pop("candidates", None)
     if parsed.candidates and candidates is None:
@@ -133,13 +142,20 @@ def compress(arguments: Sequence[str]) -> None:
         weighting = {key: settings[key] for key in ("weighting", "calibration")}
         chosen = {**weighting, **result["settings"]} if "settings" in result else settings
         squares: dict[str, tuple[float, float]] = {}
+        distance: list[Distance] = []
         student = llmdistill.compress(
-            parsed.model, method=parsed.method, output=parsed.output, lost=squares, **chosen, **limits
+            parsed.model,
+            method=parsed.method,
+            output=parsed.output,
+            lost=squares,
+            distance=distance,
+            **chosen,
+            **limits,
         )
         params = count_parameters(build_reference(student.config))  # the data may have decided the ranks
         result |= {"student_params": params, "ratio": params / result["teacher_params"]}
-        lost = by_kind(squares)
-        result |= {"lost": lost} if parsed.json else {}
+        if parsed.json:
+            result |= {"lost": by_kind(squares), "distance": asdict(distance[0]) if distance else None}
         slower = describe_speed(student.config)
         if slower is not None:
             result["speed"] = slower
@@ -156,10 +172,17 @@ def compress(arguments: Sequence[str]) -> None:
     if not parsed.json and result.get("rank", 0) is None:
         result["rank"] = describe_ranks(result)
     _show(result, parsed.json, [key for key in shown if key in result])
-    if not parsed.json and not parsed.dry_run and lost:
-        print_result(as_lines(lost))
     if not parsed.json and "speed" in result:
         print_result(f"In transformers, on this machine, {result['speed']}.")
+    if not parsed.json and not parsed.dry_run:
+        words = ["--teacher.model", parsed.model, "--student.model", parsed.output, "--data.train"]
+        of = settings["calibration"]["data"] or "texts that the model samples"
+        for each in distance:
+            print_result(f"It {each.sentence(of)}.")
+            if each.divergence > HOPELESS and settings["weighting"] == "none":
+                warn_main("this is the plain SVD of the weights, which ruins most models: name --calibration.data FILE")
+        command = shlex.join(["llmdistill", "train", *words])
+        print_result(f"The untrained student is in {parsed.output}. Train it: {command} FILE")
 
 
 def export(arguments: Sequence[str]) -> None:

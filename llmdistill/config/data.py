@@ -17,6 +17,7 @@ from llmdistill.config.marks import (
     SHARE_OVER_0,
     at_least,
     each_once,
+    earlier_default,
     replaced_by,
     replaces,
     takes,
@@ -25,7 +26,17 @@ from llmdistill.errors import check_name
 
 LIMITS = ("prompt", "max_prompt_length", "max_length", "long_prompts")
 """The fields of DataConfig that commands outside of a run take too: the prompt of instructions, and lengths."""
-NOT_OF_EXAMPLES = ("write", "train", "valid", "tests", "on_policy", "rollout", "cache_dir", "pad_to_multiple_of")
+NOT_OF_EXAMPLES = (
+    "write",
+    "train",
+    "valid",
+    "tests",
+    "held_out",
+    "on_policy",
+    "rollout",
+    "cache_dir",
+    "pad_to_multiple_of",
+)
 """The fields of DataConfig that do not say how the rows of a file become examples."""
 STUDENT_WRITES = "data.on_policy"
 """The setting by which the student writes answers during the training."""
@@ -205,6 +216,13 @@ class DataConfig:
     valid: str | None = field(default=None, metadata=FREE | COMMON | replaces("train.keep_best", by=(None,)))
     """Validation set, for choosing settings: its loss is logged, and at the end instructions are also scored on it by
     ROUGE-L, sentences by Spearman's correlation; never trained on."""
+    held_out: float | None = field(
+        default=None,
+        metadata=earlier_default(0) | takes(lambda value: value >= 0, "give a share, a number of rows, or 0"),
+    )
+    """Rows of the training set that are neither learned nor used for the calibration, and on which the run compares
+    teacher, untrained and trained student at its end: a share below 1 (at most 200 rows), a number, or 0. Default: 2 %
+    of instructions that are not streamed, if there is no validation set, else 0."""
     tests: dict[str, str] = field(default_factory=dict, metadata=FREE | COMMON)
     """Test sets of instructions or of pairs of sentences as {name: path}, and texts (.txt), whose perplexity is
     measured in windows (scoring.window, scoring.stride); every model of the final table is scored on each. A text of

@@ -49,10 +49,12 @@ def find_replaced(
             for other, field in settings.items()
             if value in field.metadata.get(REPLACED_BY, {}).get(key, ())
         }
-    # Without a weighting, calibration data have no use unless `important` chooses parts of a student by them.
+    # Without a weighting, calibration data have no use unless `important` chooses parts of a student by them. A student
+    # that is not made by svd takes a weighting back.
     chosen = {**below, **layer}
     measures = "important" in (chosen.get("student.init"), chosen.get("student.layers"))
-    if {**below, **back, **layer}.get(_WEIGHTING) == "none" and not measures:
+    is_plain = chosen.get(_WEIGHTING) == "none" or (_WEIGHTING in back and _WEIGHTING not in layer)
+    if is_plain and not measures:
         back[_CALIBRATION_DATA] = None
     return {
         key: value

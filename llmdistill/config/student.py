@@ -36,8 +36,9 @@ class CalibrationConfig:
     data: str | None = None
     """File, hub name or embedded:NAME, of the kind in data.kind, or teacher for what the teacher writes itself;
     default: the run's training set (`llmdistill compress` has none)."""
-    examples: int = field(default=512, metadata=at_least(1))
-    """Number of examples."""
+    examples: int | None = field(default=None, metadata=at_least(1) | earlier_default(512))
+    """Number of examples. Default: 512; for the start that a run chooses itself as many as have 65,536 tokens if they
+    are as long as data.max_length, from 64 to 512."""
     held_out: int | None = field(default=None, metadata=at_least(0))
     """Number of further examples on which ranks by the predicted loss must be better than one rank, which is taken
     otherwise; 0 skips this check, and student.init important has none. Default: one for each eight of `examples`."""
@@ -55,6 +56,11 @@ class CalibrationConfig:
     that was interrupted, also in the middle of a pass, goes on where it stopped. It takes as much disk as the
     statistics (`memory`), and one and a half times the teacher's layers in fp32 for each weighting. Default: nothing is
     kept."""
+
+    @property
+    def count(self) -> int:
+        """The number of examples, which is the usual one until it is settled."""
+        return 512 if self.examples is None else self.examples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +88,23 @@ class FactorizeConfig:
     )
     """svd: the position of the singular values: left puts them into A = UΣ (the paper's choice), balanced puts √Σ on
     both sides (kronecker always does this)."""
-    form: FactorForm = field(default="plain", metadata=replaces("student.factorize.sigma", by=("pivoted",)))
+    form: FactorForm | None = field(
+        default=None, metadata=replaces("student.factorize.sigma", by=("pivoted",)) | earlier_default("plain")
+    )
     """svd: how a product of rank r is stored. plain: as two factors of r (m + n) numbers for an (m, n) matrix; pivoted:
     r of the outputs are computed directly and the others from them, which takes r (m + n - r) numbers, so that
-    target_params buys higher ranks."""
-    weighting: Literal["none", "activations", "gradients"] = field(
-        default="none", metadata=replaces("student.factorize.allocation", unless=(None, "gradients"))
+    target_params buys higher ranks. Default: pivoted for target_params if weighting is left out too, else plain."""
+    weighting: Literal["none", "activations", "gradients"] | None = field(
+        default=None,
+        metadata=replaces("student.factorize.allocation", unless=(None, "gradients")) | earlier_default("none"),
     )
     """Both methods: what a matrix must keep. none: its entries (the papers' choice); activations: its outputs on the
-    calibration data; gradients: the loss, which the data's inputs and the gradients at the outputs predict."""
-    allocation: Allocation = "uniform"
+    calibration data; gradients: the loss, which the data's inputs and the gradients at the outputs predict. Default:
+    gradients for svd where there are calibration data, such as in every run, else none."""
+    allocation: Allocation | None = field(default=None, metadata=earlier_default("uniform"))
     """svd: how target_params is spent. uniform: one rank for all matrices; loss: on the ranks that save most of the
-    predicted loss, which needs weighting gradients."""
+    predicted loss, which needs weighting gradients. Default: loss for target_params if weighting is left out too, else
+    uniform."""
     rank_multiple: RankMultiple = field(
         default="auto",
         metadata=takes(lambda value: value == "auto" or value >= 1, "give auto, or 1 or more") | earlier_default(1),
@@ -118,7 +129,7 @@ class FactorizeConfig:
     teacher's such as 30%; default: no limit."""
 
     def __post_init__(self) -> None:
-        if self.allocation == "loss" and (self.target_params is None or self.weighting != "gradients"):
+        if self.allocation == "loss" and (self.target_params is None or self.weighting not in (None, "gradients")):
             raise ValueError(
                 "student.factorize.allocation loss spends target_params by the predicted loss: give target_params and "
                 "weighting gradients"
@@ -128,6 +139,16 @@ class FactorizeConfig:
                 f"student.factorize.sigma is {self.sigma}, but pivoted factors have no singular values: set it back to "
                 "left, or form to plain"
             )
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether calibration data weight the factors; a start that is not settled yet counts as the plain SVD."""
+        return self.weighting not in (None, "none")
+
+    @property
+    def stored_form(self) -> FactorForm:
+        """`form`, which is plain until it is settled."""
+        return self.form or "plain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +243,11 @@ class StudentConfig:
         if self.layers is not None:
             return self.layers
         return "important" if self.init == "important" else "spread"
+
+    @property
+    def weighs_by_default(self) -> bool:
+        """Whether the run chooses how the teacher's matrices are weighted, which is by gradients where it can."""
+        return self.model is None and self.shape is None and self.method == "svd" and self.factorize.weighting is None
 
     @property
     def measures_importance(self) -> bool:

@@ -177,7 +177,7 @@ class MappedItems(Sequence[Item]):
 class JoinedItems(Sequence[Item]):
     """The examples of several files, one after the other."""
 
-    def __init__(self, parts: Sequence[MappedItems[Item]]) -> None:
+    def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
         self._ends = np.cumsum([len(part) for part in parts])
 
@@ -199,7 +199,7 @@ class JoinedItems(Sequence[Item]):
     def distinct(self, name: str) -> list[Any]:
         return list(dict.fromkeys(value for part in self.parts for value in part.distinct(name)))
 
-    def _locate(self, index: int) -> tuple[MappedItems[Item], int]:
+    def _locate(self, index: int) -> tuple[Any, int]:
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self.parts[number], index - int(self._ends[number]) + len(self.parts[number])
 

@@ -148,7 +148,10 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
         "table": table,
         "legend": scores.legend,
         "drawings": save_drawings(folder, [*draw_training(log), *draw_weighting(read_weighting(folder))]),
-        "samples": read_samples({key: predictions / key for key in MODELS}, sets),
+        "samples": [
+            *read_samples({key: predictions / key for key in MODELS}, sets),
+            *read_samples({key: folder / "answers" / key for key in MODELS}, ["held_out"]),
+        ],
         "labels": MODELS,
         "has_answers": predictions.is_dir(),
         "warnings": metrics["warnings"],

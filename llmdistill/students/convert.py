@@ -183,7 +183,7 @@ def _plan_sizes(
     config: PreTrainedConfig, settings: FactorizeConfig, method: str, weighted: WeightedFactors | None
 ) -> Factorization:
     reference = build_reference(config)
-    if settings.weighting != "none":
+    if settings.is_weighted:
         check_factorization(settings, method)
         check_calibration_data(settings.weighting, weighted)
     if weighted is None or method != "svd":  # no other method chooses sizes by the data

@@ -50,11 +50,3 @@ def by_kind(lost: Mapping[str, Squares]) -> dict[str, dict[str, Any]]:
         }
         for kind, squares in kinds.items()
     }
-
-
-def as_lines(lost: dict[str, dict[str, Any]]) -> str:
-    """Return the kinds as lines for the terminal, the one that loses most first."""
-    ordered = sorted(lost.items(), key=lambda item: -item[1]["lost"])
-    width = max(map(len, lost)) + 2
-    lines = [f"{kind:{width}}{row['matrices']:4} matrices, {row['lost']:.1%} of their norm" for kind, row in ordered]
-    return "\n".join(["lost by each kind of matrix", *(f"  {line}" for line in lines)])

@@ -19,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.config import FactorizeConfig
+from llmdistill.config.marks import earlier_defaults
 from llmdistill.config.strict import did_you_mean
 from llmdistill.config.student import FactorForm, StudentConfig
 from llmdistill.errors import UserError
@@ -108,7 +109,7 @@ def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: st
             _check_rank("embedding_rank", "the token embedding", size, (vocabulary, width))
         else:
             check_columns(size, width, where="embedding_columns")
-    name = kind_name(method, settings.form)
+    name = kind_name(method, settings.stored_form)
     return Factorization(method=name, embedding=None if size == kind.dense_embedding else size)
 
 
@@ -119,7 +120,8 @@ def check_factorization(settings: FactorizeConfig, method: str) -> None:
     embedding_key, own = KINDS[method].embedding_key, SETTINGS[method]
     for field in fields(FactorizeConfig):
         value, usual = getattr(settings, field.name), getattr(FactorizeConfig(), field.name)
-        if field.name not in own and value != usual:
+        # A run settles what is left open before its method is looked at.
+        if field.name not in own and value not in (usual, earlier_defaults(FactorizeConfig).get(field.name)):
             others = [other for other, names in SETTINGS.items() if field.name in names]
             default = "null" if usual is None else usual
             raise UserError(
@@ -225,8 +227,8 @@ def rank_budget(model: PreTrainedModel, settings: FactorizeConfig, dense: Collec
     budget = parse_target(settings.target_params, count_parameters(model)) - fixed
     smallest, multiple = 0, settings.rank_multiple
     for m, n in shapes.values():
-        ranks = useful_ranks(m, n, multiple, settings.form)
-        smallest += factor_params(m, n, ranks[0], settings.form) if ranks else m * n
+        ranks = useful_ranks(m, n, multiple, settings.stored_form)
+        smallest += factor_params(m, n, ranks[0], settings.stored_form) if ranks else m * n
     if smallest > budget:
         rank, remedy = (1, "") if multiple == "auto" else (multiple, "lower rank_multiple, ")
         what = f"every linear but {', '.join(dense)}, which the calibration data never run" if dense else "every linear"
@@ -291,16 +293,16 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
     if settings.ranks is not None:
         ranks = {}
         for name, pattern, rank in _by_pattern(settings.ranks, linears, key="ranks"):
-            _check_rank(f"ranks[{pattern!r}]", name, rank, linears[name], settings.form)
+            _check_rank(f"ranks[{pattern!r}]", name, rank, linears[name], settings.stored_form)
             ranks[name] = rank
         return ranks
-    largest = max(largest_rank(m, n, settings.form) for m, n in linears.values())
+    largest = max(largest_rank(m, n, settings.stored_form) for m, n in linears.values())
     if settings.target_params is not None:
         target = parse_target(settings.target_params, count_parameters(model))
         fixed = fixed_params(model, settings)
 
         def total(rank: int) -> int:
-            ranks, form = _spread(linears, rank, settings), settings.form
+            ranks, form = _spread(linears, rank, settings), settings.stored_form
             return fixed + sum(
                 count * factor_params(m, n, ranks[name], form) for name, (count, (m, n)) in matrices.items()
             )
@@ -316,7 +318,7 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
     elif settings.rank is not None:
         rank = settings.rank
         for name, shape in linears.items():
-            _check_rank("rank", name, rank, shape, settings.form)
+            _check_rank("rank", name, rank, shape, settings.stored_form)
     else:
         return {}
     # A rank that is given stays what the user typed; one that follows from a target is rounded.
@@ -326,10 +328,16 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
         left = target - total(rank)
         for name, (count, (m, n)) in matrices.items():
             raised = ranks[name] + rank_unit(m, n, rank, settings.rank_multiple)
-            params = [count * factor_params(m, n, each, settings.form) for each in (ranks[name], raised)]
-            if ranks[name] < rank and raised <= largest_rank(m, n, settings.form) and params[1] - params[0] <= left:
+            params = [count * factor_params(m, n, each, settings.stored_form) for each in (ranks[name], raised)]
+            if (
+                ranks[name] < rank
+                and raised <= largest_rank(m, n, settings.stored_form)
+                and params[1] - params[0] <= left
+            ):
                 ranks[name], left = raised, left - (params[1] - params[0])
-    ranks = {name: ranks[name] for name, (m, n) in linears.items() if ranks[name] <= largest_rank(m, n, settings.form)}
+    ranks = {
+        name: ranks[name] for name, (m, n) in linears.items() if ranks[name] <= largest_rank(m, n, settings.stored_form)
+    }
     if not ranks:
         raise UserError(f"rank {rank} makes no matrix smaller; the largest that does in this model is {largest}")
     return ranks
@@ -344,7 +352,7 @@ def _spread(linears: Mapping[str, Shape], rank: int, settings: FactorizeConfig) 
     """
     ranks, seen = dict[str, int](), Counter[tuple[str, Shape]]()
     for name, (m, n) in linears.items():
-        unit, largest = rank_unit(m, n, rank, settings.rank_multiple), largest_rank(m, n, settings.form)
+        unit, largest = rank_unit(m, n, rank, settings.rank_multiple), largest_rank(m, n, settings.stored_form)
         kind = re.sub(r"\.\d+\.", ".*.", name), (m, n)
         layer = seen[kind]
         seen[kind] += 1
@@ -366,7 +374,7 @@ def _check_rank(key: str, module: str, rank: int, shape: Shape, form: FactorForm
 
 def _matrices(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, tuple[int, Shape]]:
     """Name, number and shape of the matrices of each linear, and of each stack if the form has factors for stacks."""
-    stacks = {} if KINDS[kind_name("svd", settings.form)].stack is None else layer_stacks(model)
+    stacks = {} if KINDS[kind_name("svd", settings.stored_form)].stack is None else layer_stacks(model)
     return {name: (1, shape) for name, shape in layer_linears(model).items()} | stacks
 
 

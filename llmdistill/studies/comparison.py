@@ -154,7 +154,7 @@ class MethodStudy(Study):
         given = self.recipe.student.factorize.calibration.folder
         # All sizes of a start share a calibration; a folder that is given holds only one.
         is_shared = bool(self.sizes) if given is None else bool(start.name)
-        if is_shared and base.config.student.factorize.weighting != "none":
+        if is_shared and base.config.student.factorize.is_weighted:
             # The name of the run says what was measured, on which data.
             folder = Path(self.folder / "calibration" if given is None else given) / base.folder.name
             changes["student.factorize.calibration.folder"] = str(folder)

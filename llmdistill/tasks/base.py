@@ -71,6 +71,15 @@ class ScoreTable:
     """The explanation of the columns in report.md."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A question with its answer in the data."""
+
+    prompt_ids: list[int]
+    prompt: str
+    reference: str
+
+
 class TaskData(ABC):
     """The examples of a task, read and checked: what `Task.read` returns. It makes batches, and scores models."""
 
@@ -105,6 +114,20 @@ class TaskData(ABC):
     @abstractmethod
     def validation(self, share: Share) -> list[Batch]:
         """Return a rank's validation batches: the same number on every rank, none without a validation set."""
+
+    def compared(self) -> tuple[list[Batch], str]:
+        """Return unpacked batches on which students are compared with their teacher, the same on every rank, and whose
+        rows these are; none without a set to learn or to validate on."""
+        share = Share(seed=0, global_batch_size=8, micro_batch_size=8)
+        batches = self.validation(share)
+        if batches:
+            return batches, "data.valid"
+        loader = self.loader(share)
+        return [batch for step in range(4) for batch in loader.micro_batches(step)], "the training set"
+
+    def asked(self) -> list[Asked]:
+        """Return a few questions of the same rows, whose answers show what a model can do; by default none."""
+        return []
 
     def validation_score(self, scored: ScoredModel) -> float:
         """Return the `validation_metric` of a model during its training; every rank must call this method."""

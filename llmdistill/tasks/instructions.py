@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -16,6 +16,7 @@ from llmdistill.config import GenerationConfig
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.exchange import ALONE, Exchange
+from llmdistill.data.held_out import KeptItems, hold_out
 from llmdistill.data.instruct import NO_LIMIT, Limits, encode, parts_before
 from llmdistill.data.references import TEACHER, parts_of
 from llmdistill.data.rows import describe_left_out
@@ -34,7 +35,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import CONTROL_TIMEOUT, World, on_every, on_main
 from llmdistill.runtime.main_first import make_once
-from llmdistill.tasks.base import VALID, Models, ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.base import VALID, Asked, Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance, reference_words
@@ -91,6 +92,11 @@ class Instructions(Task):
         )
 
 
+ASKED = 12
+"""Rows that are held out and answered: enough to see what a model can do, and quick on a CPU."""
+Items: TypeAlias = MappedItems[Encoded] | KeptItems[Encoded] | JoinedItems[Encoded]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InstructionData(TaskData):
     """The instructions of a run; they are read once they are `prepare`."""
@@ -103,8 +109,10 @@ class InstructionData(TaskData):
     """The test sets that are texts."""
     written_by: Path | None
     """The teacher, if it must have written the training set."""
-    train: MappedItems[Encoded] | JoinedItems[Encoded] | None = None
+    train: Items | None = None
     """The training set; None if it is streamed, the run does not train, or the data are not prepared."""
+    held_out: Sequence[Encoded] = ()
+    """Rows of the training set that are not learned."""
     mixture: Mixture | None = None
     """How its files are drawn, if they have weights."""
     valid: Sequence[Example] = ()
@@ -125,7 +133,8 @@ class InstructionData(TaskData):
         settings, teacher = self.task.config.data, self.task.config.teacher
         valid, tests, warning = on_main(self._read_scored_sets)
         valid_items = self._open_stored(settings.valid).items if settings.valid is not None else ()
-        train, mixture, report = None, None, "not read, as nothing is trained"
+        train: Items | None = None
+        held_out, mixture, report = list[Encoded](), None, "not read, as nothing is trained"
         if settings.streaming:
             report = "streamed while training"
         elif self.task.trains:
@@ -135,7 +144,9 @@ class InstructionData(TaskData):
             for examples in stored[1:]:
                 counts, left_out = counts.plus(examples.counts), left_out + Counter(examples.left_out)
             report = counts.report() + describe_left_out(left_out)
-            items = [examples.items for examples in stored]
+            seed = self.task.config.seed
+            items, held_out = hold_out([examples.items for examples in stored], settings.held_out or 0, seed)
+            report += f" {len(held_out):,} of them are held out." if held_out else ""
             train = items[0] if len(items) == 1 else JoinedItems(items)
             # Files with weights are drawn by these, and the others row by row.
             weights = [part.weight for part in parts if part.weight is not None]
@@ -149,6 +160,7 @@ class InstructionData(TaskData):
         return replace(
             self,
             train=train,
+            held_out=held_out,
             mixture=mixture,
             valid=valid,
             valid_items=valid_items,
@@ -237,6 +249,11 @@ class InstructionData(TaskData):
             exchange=Exchange.of_all_ranks(CONTROL_TIMEOUT) if share.world_size > 1 else ALONE,
         )
 
+    def teacher_examples(self) -> tuple[Sequence[Encoded], Callable[[list[Encoded]], Batch]]:
+        """See TaskData: a cache also has the rows that this run holds out, so that it serves others too."""
+        items, collate_items = super().teacher_examples()
+        return ([*items, *self.held_out] if self.held_out else items), collate_items
+
     def _collate(self, items: Sequence[Encoded]) -> Batch:
         padding: Any = self.tokenizer.pad_token_id
         if self.task.config.data.packing:
@@ -248,6 +265,26 @@ class InstructionData(TaskData):
         one_by_one, rank = partial(collate, pad_token_id=padding), {"rank": share.rank, "world_size": share.world_size}
         batches = scoring_batches(self.valid_items, one_by_one, batch_size=share.micro_batch_size, **rank)
         return [batch for _, batch in batches]
+
+    def compared(self) -> tuple[list[Batch], str]:
+        """See TaskData; rows are not packed here, as each token is compared by its row's next one."""
+        sets = {"data.valid": self.valid_items, "held-out rows": self.held_out, "the training set": self.train or ()}
+        name, items = next(((name, items) for name, items in sets.items() if len(items)), ("", ()))
+        if not name:
+            return super().compared() if self.task.trains else ([], "")
+        padding: Any = self.tokenizer.pad_token_id
+        first = range(0, min(len(items), 512), 8)
+        return [collate(items[start : start + 8], padding) for start in first], name
+
+    def asked(self) -> list[Asked]:
+        """See TaskData: the first of the rows that are held out."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        asked = []
+        for item in self.held_out[:ASKED]:
+            begin, end = item.borders[-2:]
+            prompt, reference = str(decode(item.last_prompt)).strip(), str(decode(item.ids[begin:end])).strip()
+            asked.append(Asked(prompt_ids=item.last_prompt, prompt=prompt, reference=reference))
+        return asked
 
     def validation_score(self, scored: ScoredModel) -> float:
         return float(self._score(VALID, scored)["rougeL"])

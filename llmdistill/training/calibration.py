@@ -66,7 +66,7 @@ def measure_weights(plan: Plan, teacher: Callable[[], LoadedTeacher], data: Task
     """
     world = World.current()
     settings = plan.config.student.factorize
-    if settings.weighting == "none":
+    if not settings.is_weighted:
         return None
     began = time.perf_counter()
     source = CalibrationSource(
@@ -78,7 +78,7 @@ def measure_weights(plan: Plan, teacher: Callable[[], LoadedTeacher], data: Task
         saved=_open_saved(plan.config, lambda: fingerprint(plan.models.teacher_path), plan.models.teacher_dtype),
         say=lambda text: print_main(f"Student     {text}"),
     )
-    what = f"{settings.weighting} on {settings.calibration.examples} examples"
+    what = f"{settings.weighting} on {settings.calibration.count} examples"
     print_main(f"Student     its factors are weighted by {what}")
     factors = weigh(source, settings, plan.config.student.method)
     if world.is_main:
@@ -129,8 +129,10 @@ def measure_weights_on(
     limits: Mapping[str, Any],
     device: torch.device | None,
     origin: Path | str | None,
-) -> WeightedFactors:
-    """Weigh the factorization of a dense model by data, outside of a run.
+    *,
+    held_out: bool = False,
+) -> tuple[WeightedFactors, Sequence[Batch]]:
+    """Weigh the factorization of a dense model by data, outside of a run, and return the held-out batches too if asked.
 
     The model is moved to `device` for the forward passes, and back; by default it stays. `limits` are prompt,
     max_prompt_length, max_length and long_prompts, where they differ from their defaults. `origin`, the folder or name
@@ -169,10 +171,11 @@ def measure_weights_on(
             arrays = ((f"{name} {each.dtype}", each.reshape(-1).view(torch.uint8).numpy()) for name, each in tensors)
             return memory_fingerprint({"config": json.loads(model.config.to_json_string()), "tokenizer": words}, arrays)
 
+        read = cache(lambda: calibration_batches(config, models))
         source = CalibrationSource(
             config=model.config,
             teacher=lambda: LoadedTeacher(moved, moved),
-            batches=cache(lambda: calibration_batches(config, models)),
+            batches=read,
             device=device,
             saved=_open_saved(config, content, model.dtype),
         )
@@ -183,7 +186,7 @@ def measure_weights_on(
         finally:
             moved.to(own)
         _say_which_allocation(factors, aside=True)
-        return factors
+        return factors, read()[1] if held_out else ()
 
 
 def _open_saved(config: RunConfig, teacher: Callable[[], str], dtype: torch.dtype) -> Callable[[], SavedFactors] | None:
@@ -192,19 +195,21 @@ def _open_saved(config: RunConfig, teacher: Callable[[], str], dtype: torch.dtyp
     if settings.calibration.folder is None:
         return None
     folder = Path(settings.calibration.folder)
-    return lambda: SavedFactors(folder, _record(config, teacher(), dtype), settings.weighting)
+    return lambda: SavedFactors(folder, _record(config, teacher(), dtype), str(settings.weighting))
 
 
 def _record(config: RunConfig, teacher: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return what determines the statistics of a calibration, as plain JSON values."""
     calibration, data = config.student.factorize.calibration, to_dict(config)["data"]
     read = {"data.train": calibration.data or config.data.train, **task_reference(data)}
+    held_out = data["held_out"]  # folders of earlier versions know no such rows
     return as_json(
         {
+            **({"held_out": [held_out, config.seed]} if held_out and calibration.data is None else {}),
             "content of teacher": teacher,
             "dtype of teacher": str(dtype).removeprefix("torch."),
             **{f"content of {key}": fingerprint(reference) for key, reference in read.items()},
-            "examples": calibration.examples,
+            "examples": calibration.count,
             "seed": calibration.seed,
             "micro_batch_size": _batch_size(calibration),
             "damping": [INPUT_DAMPING, GRADIENT_DAMPING],
@@ -291,17 +296,17 @@ def calibration_batches(
     """
     world = World.current()
     calibration = config.student.factorize.calibration
-    if calibration.examples < world.size:  # a rank without a batch has no moments for the sums over the ranks
+    if calibration.count < world.size:  # a rank without a batch has no moments for the sums over the ranks
         raise UserError(
-            f"student.factorize.calibration.examples is {calibration.examples}, fewer than the {world.size} ranks: "
+            f"student.factorize.calibration.examples is {calibration.count}, fewer than the {world.size} ranks: "
             f"give {world.size} or more"
         )
     size = _batch_size(calibration)
     # A loader of one rank: its steps are batches, which the ranks take in turn.
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
     loader = (_read(config, models) if data is None else data).loader(share)
-    count = -(-calibration.examples // size)
-    checked = calibration.examples // 8 if calibration.held_out is None else calibration.held_out
+    count = -(-calibration.count // size)
+    checked = calibration.count // 8 if calibration.held_out is None else calibration.held_out
     own, held_out = (
         [batch for step in steps for batch in loader.micro_batches(step)]
         for steps in (range(world.rank, count, world.size), range(count, count + -(-checked // size)))
@@ -312,7 +317,7 @@ def calibration_batches(
 def _batch_size(calibration: CalibrationConfig) -> int:
     world = World.current()
     # Small enough that every rank gets a batch.
-    return min(calibration.micro_batch_size, calibration.examples // world.size)
+    return min(calibration.micro_batch_size, calibration.count // world.size)
 
 
 def _read(config: RunConfig, models: Models) -> TaskData:

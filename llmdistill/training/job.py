@@ -47,6 +47,7 @@ from llmdistill.training.checkpoints import load_checkpoint
 from llmdistill.training.disk import check_disk
 from llmdistill.training.headline import about, headline
 from llmdistill.training.log import RunLog, check_log
+from llmdistill.training.nearness import Nearness, print_nearness
 from llmdistill.training.plan import Plan, make_plan
 from llmdistill.training.provenance import write_run_card
 from llmdistill.training.resolved import saved_sizes
@@ -147,9 +148,6 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
         warn_main(warning)
 
     untrained, trained = assemble.prepare_student(plan, teacher, data), plan.folder / "student"
-    # Its scores and the making of the student were all that needed it.
-    if not plan.runs_teacher:
-        teacher.release()
     # Ranks that the calibration data decide are not known before.
     reference = build_reference(load_config(untrained))
     params = count_parameters(reference)
@@ -158,6 +156,19 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
     # Before the engine takes the memory. A student of few bits is scored as floats here: the gain that is reported is
     # that of the training less what rounding costs.
     score("untrained", untrained)
+    nearness = Nearness(plan, data, teacher, scored)
+
+    def measure(key: str, name: str, folder: Path) -> list[str]:
+        load = partial(load_model, str(folder), dtype=plan.models.dtype, device=world.device)
+        warning = nearness.measure(key, name, load)
+        return [] if warning is None else [warning]
+
+    lost = measure("untrained", "untrained", untrained)
+    for warning in lost:
+        warn_main(warning)
+    warnings = [*warnings, *lost]
+    if not plan.runs_teacher:
+        teacher.release()
 
     if plan.trains:
         if not exists_on_main(trained / "config.json"):
@@ -168,13 +179,14 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
             teacher.release()
             free_memory(world.device)  # scoring has the room of the engine and the teacher
         score("student", trained)
+        measure("student", "trained", trained)
 
     if world.is_main:
         ended = diverged(read_metrics_log(plan.folder))
         for warning in ended:
             warn_main(warning)
         warnings = [*warnings, *ended]
-        _report(plan, data, summaries, warnings, seconds=time.perf_counter() - began)
+        _report(plan, data, summaries, warnings, nearness.found, seconds=time.perf_counter() - began)
 
 
 @contextmanager
@@ -262,6 +274,7 @@ def _report(
     data: TaskData,
     summaries: dict[str, dict[str, Any]],
     warnings: list[str],
+    nearness: dict[str, dict[str, Any]],
     *,
     seconds: float,
 ) -> None:
@@ -278,10 +291,12 @@ def _report(
     metrics = {
         **results,
         "asked": scoring_settings(plan.config),
+        **({"nearness": nearness} if nearness else {}),
         "warnings": warnings,
         **({} if best is None else {"kept": best}),
         "run": {**record, "seconds": round(seconds, 2)},
     }
     table = with_loss(data.table(results), log)
+    print_nearness(plan.folder, nearness)
     write_run_card(plan, metrics, table, data.report)
     finish_report(plan.folder, metrics, table)

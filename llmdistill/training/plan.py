@@ -46,6 +46,7 @@ from llmdistill.training.resolved import (
 )
 from llmdistill.training.rules import check_settings
 from llmdistill.training.run_folder import with_earlier_defaults
+from llmdistill.training.start import settle
 from llmdistill.training.trackers import check_libraries
 
 
@@ -160,7 +161,11 @@ def make_plan(
     dtype = "bf16" if ds_config["bf16"]["enabled"] else "fp32"
     entry = METHODS[config.method]
     task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
-    models = _plan_models(config, task, dtype, before, pending)
+    teacher_config = _teacher_config(config, task, before, pending)
+    settled = settle(config, teacher_config)
+    config = settled.config
+    task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)  # which reads what is settled
+    models = _plan_models(config, task, dtype, teacher_config, pending)
     learning = _plan_method(config, task, models)
     method = learning.method
     # Where no term needs a teacher, the student may still be made from `teacher.model`; further ones are for terms
@@ -201,7 +206,7 @@ def make_plan(
             teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
         ),
         before=before,
-        notes=[*tokens.notes, *larger],
+        notes=[*settled.notes, *tokens.notes, *larger],
     )
     check_plan(plan)
     folder = tokens.tokenizer
@@ -211,18 +216,21 @@ def make_plan(
     return plan
 
 
-def _plan_models(config: RunConfig, task: Task, dtype: str, before: Plan | None, pending: Pending) -> _Models:
-    """Read the configurations of teacher and student, or make that of a student that does not exist yet."""
+def _teacher_config(config: RunConfig, task: Task, before: Plan | None, pending: Pending) -> PreTrainedConfig:
+    """Read the config of the teacher; without one that of the student."""
+    if before is not None:
+        return before.models.student
+    if config.teacher.model is None:
+        return model_config(task, "student.model", str(config.student.model), pending)
+    return model_config(task, "teacher.model", config.teacher.model, pending)
+
+
+def _plan_models(config: RunConfig, task: Task, dtype: str, teacher: PreTrainedConfig, pending: Pending) -> _Models:
+    """Read the configurations of the other models, or make that of a student that does not exist yet."""
     teachers = teachers_of(config, dtype)
     for own in teachers.values():
         if own.settings.is_sharded and own.settings.zero:
             check_zero({**own.settings.zero, "stage": 3}, f"{own.key}.zero")
-    if before is not None:
-        teacher = before.models.student
-    elif config.teacher.model is None:
-        teacher = model_config(task, "student.model", str(config.student.model), pending)
-    else:
-        teacher = model_config(task, "teacher.model", config.teacher.model, pending)
     student, sizes = student_of(config.student, task, teacher, pending)
     as_planned = partial(build_planned, student, config.student)
     saved = saved_sizes(sizes["student_params"], config.student, TORCH_DTYPES[dtype], as_planned)

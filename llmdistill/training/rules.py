@@ -261,7 +261,7 @@ KRONECKER_STUDENT = Condition(
 )
 WEIGHTED_START = Condition(
     typed="`student.factorize.weighting`",
-    of_config=lambda run: run.student.factorize.weighting != "none",
+    of_config=lambda run: run.student.factorize.is_weighted,
 )
 CALIBRATION_DATA = Condition(
     typed="`student.factorize.calibration.data`",
@@ -270,7 +270,9 @@ CALIBRATION_DATA = Condition(
 NOTHING_MEASURED = Condition(
     typed="neither `student.factorize.weighting` nor `student.init important`",
     of_config=lambda run: (
-        run.student.factorize.weighting == "none" and run.student.model is None and not run.student.measures_importance
+        not (run.student.factorize.is_weighted or run.student.weighs_by_default)
+        and run.student.model is None
+        and not run.student.measures_importance
     ),
 )
 ASSISTANTS = Condition(typed="`student.assistants`", of_config=lambda run: bool(run.student.assistants))

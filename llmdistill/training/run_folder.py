@@ -28,8 +28,8 @@ from llmdistill.teachers.cache.folder import cache_fingerprint
 from llmdistill.training.callbacks.best import read_best
 from llmdistill.training.callbacks.finite import ENDED, NOT_FINITE
 from llmdistill.training.checkpoints import checkpoints
+from llmdistill.training.start import RUN_FILE
 
-RUN_FILE = "run.json"
 METRICS_FILE = "metrics.json"
 """This file is written last: a folder that contains it is finished."""
 LOCK_FILE = ".lock"

@@ -41,8 +41,8 @@ def settings(tiny_teacher, tmp_path_factory):
     recipe = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
     recipe.write_text(
         f"teacher: {{model: {tiny_teacher}}}\n"
-        "student: {factorize: {rank: 6}}\n"
-        "data: {train: embedded:train}\n"
+        "student: {factorize: {rank: 6, weighting: none}}\n"
+        "data: {train: embedded:train, held_out: 0}\n"
         "train: {steps: 5, global_batch_size: 8, learning_rate: 1.0e-3, save_every: 2, log_every: 1, dtype: fp32}\n",
         encoding="utf-8",
     )

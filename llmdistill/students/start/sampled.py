@@ -29,6 +29,8 @@ from llmdistill.students.counting import count_parameters, layer_linears
 # Chunks of 16 MB are no faster.
 _CHUNK_BYTES = 1 << 22
 """Bytes of a chunk of logits in fp32, but at least a 32nd of the LM head's bytes, because each chunk reads the head."""
+WITHOUT_GRADIENTS = ("reformer",)
+"""Types of models through whose layers a gradient comes back in training mode alone."""
 _FEW_TOKENS = 16
 """Tokens of the pass that shows what modules read; it keeps all their inputs in memory."""
 
@@ -157,7 +159,7 @@ def run_sampled(
         try:
             with torch.set_grad_enabled(gradients), _recomputing(again, sums):
                 loss = _make_sampled_loss(tapped, batch, sampling.seed, sums.add_probabilities)
-                if gradients and not loss.requires_grad:  # Reformer computes gradients in training mode alone
+                if gradients and not loss.requires_grad:  # WITHOUT_GRADIENTS
                     raise UserError(
                         f"no gradient comes back through the layers of {type(model).__name__} outside of training: set "
                         "weighting to activations, and allocation to uniform"

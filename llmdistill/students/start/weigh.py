@@ -220,7 +220,7 @@ def choose_ranks(
         return unranked.with_ranks(_plan_ranks(reference, settings))
     # The data never reach the others, so the cost of lowering their ranks is unknown.
     budget = rank_budget(reference, settings, [name for name in _matrix_shapes(reference) if name not in factors])
-    chosen = allocate(factors, budget, multiple=settings.rank_multiple, form=settings.form)
+    chosen = allocate(factors, budget, multiple=settings.rank_multiple, form=settings.stored_form)
     return unranked.with_ranks({name: rank for name, rank in chosen.items() if rank is not None})
 
 

@@ -268,7 +268,7 @@ def add_ridge(matrix: Tensor, share: float) -> Tensor:
     return matrix + share * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
-def check_calibration_data(weighting: str, data: object) -> None:
+def check_calibration_data(weighting: str | None, data: object) -> None:
     """Raise a UserError for a weighting without calibration data, and for data without a weighting."""
     if weighting != "none" and data is None:
         raise UserError(

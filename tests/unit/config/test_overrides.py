@@ -10,8 +10,8 @@ from llmdistill.students.sizes import check_factorization
 
 BASE = "student: {method: svd, factorize: {target_params: 34%, weighting: gradients, allocation: loss}}"
 KEPT = {"rank": None, "target_params": "34%", "weighting": "gradients", "allocation": "loss"}
-REPLACED_TARGET = {"target_params": None, "weighting": "gradients", "allocation": "uniform"}
-UNWEIGHTED = {"weighting": "none", "allocation": "uniform"}
+REPLACED_TARGET = {"target_params": None, "weighting": "gradients", "allocation": None}
+UNWEIGHTED = {"weighting": None, "allocation": None}
 MEASURED = "student: {factorize: {rank: 4, weighting: activations, calibration: {data: c.jsonl}}}"
 IMPORTANT = "student: {shape: 2x8x2, init: important, factorize: {calibration: {data: c.jsonl}}}"
 ADAPTED = "student: {lora: {rank: 2}, factorize: {rank: 4, embedding_rank: 3, form: pivoted, rank_multiple: 8}}"
@@ -29,7 +29,7 @@ REPLACED = [
     (BASE, ".rank=null", KEPT),
     ("extends: base.yaml\nstudent: {factorize: {ranks: {'*k*': 4}}}", "seed=1", {**REPLACED_TARGET, "ranks.*k*": 4}),
     (BASE, ".target_params=50%", {**KEPT, "target_params": "50%"}),
-    (BASE, ".weighting=activations", {**KEPT, "weighting": "activations", "allocation": "uniform"}),
+    (BASE, ".weighting=activations", {**KEPT, "weighting": "activations", "allocation": None}),
     (BASE, "student.method=svd", KEPT),  # what the recipe says already changes nothing
     (BASE, "student.shape=3x128x4", {**UNWEIGHTED, "target_params": "34%"}),
     (BASE, "student.model=some/where", {**UNWEIGHTED, "target_params": "34%"}),
@@ -47,7 +47,7 @@ REPLACED = [
     (CHAIN, "student.model=some/where", NO_CHAIN),
     (CHAIN, "student.assistants=[]", {"student.assistant_training": {}}),
     ("student: {factorize: {rank: 4, sigma: balanced}}", ".form=pivoted", {"sigma": "left"}),
-    (PIVOTED, ".sigma=balanced", {"form": "plain"}),
+    (PIVOTED, ".sigma=balanced", {"form": None}),
     (PIVOTED, ".sigma=left", {"form": "pivoted"}),
     (MEASURED, ".weighting=none", {"calibration.data": None}),
     (IMPORTANT, "student.shape=3x8x2 .weighting=none", {"calibration.data": "c.jsonl"}),

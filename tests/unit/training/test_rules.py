@@ -85,7 +85,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "adapters": {"student.lora.rank": 2},
     "few bits": {"student.quantize.weights": "int8"},
     "weighted": {"student.factorize.weighting": "gradients"},
-    "calibration data": {"student.factorize.calibration.data": "{text}"},
+    "calibration data": {"student.factorize.calibration.data": "{text}", "student.factorize.weighting": "none"},
     "assistants": {"student.assistants": ["1x16x4"], "student.shape": "1x16x4"},
     "assistants alone": {"student.assistants": ["1x16x4"]},
     "packing": {"data.packing": True},

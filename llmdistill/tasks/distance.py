@@ -1,0 +1,152 @@
+"""How far a student is from its teacher on some text: nats per token, perplexity, and what that means in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs
+from llmdistill.losses.divergence import FORWARD_KL
+from llmdistill.losses.head import token_losses
+from llmdistill.losses.terms import TokenTerm
+from llmdistill.progress import progress
+from llmdistill.runtime.distributed import World
+from llmdistill.students.start.sampled import judged_rows, tapped_output
+from llmdistill.tasks.perplexity import perplexity_of, show_perplexity
+
+MOST_TOKENS = 8_192
+"""Tokens that are compared at most: with more the divergence hardly changes, and a CPU takes minutes."""
+HOPELESS = 3.0
+"""Nats per token from which no sensible word is left: a perplexity of 24 becomes one of about 480."""
+_VERDICTS = {
+    0.05: "hardly differs from its teacher",
+    0.3: "is close to its teacher",
+    1.0: "has lost much of what its teacher knows, which training can bring back",
+    HOPELESS: "has lost most of what its teacher knows, and needs a long training",
+}
+"""Up to this divergence -> what is said of a student. SmolLM2-135M has 1.4 at 60 % of its parameters."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How a student predicts the next tokens of a text, beside its teacher."""
+
+    divergence: float
+    """KL(teacher‖student), the mean over the learned tokens in nats."""
+    perplexity: float
+    """Of the student."""
+    teacher_perplexity: float
+    tokens: int
+
+    @property
+    def verdict(self) -> str:
+        """What the divergence means, as the end of a sentence that begins with the student."""
+        limit = next((limit for limit in _VERDICTS if self.divergence <= limit), None)
+        return "keeps nothing sensible of its teacher" if limit is None else _VERDICTS[limit]
+
+    def sentence(self, of: str) -> str:
+        """Say what the divergence means, and on which text it was measured."""
+        return (
+            f"{self.verdict}: {self.divergence:.3g} nats per token, perplexity {show_perplexity(self.perplexity)} "
+            f"(teacher {show_perplexity(self.teacher_perplexity)}), on {self.tokens:,} tokens of {of}"
+        )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model gives for a batch, on the CPU."""
+
+    rows: HeadInputs
+    """The inputs of its LM head (N, K) at all tokens that predict a label, or its logits."""
+    labels_N: Tensor
+    """The next tokens."""
+
+
+def first_tokens(batches: Iterable[Batch], most: int = MOST_TOKENS) -> list[Batch]:
+    """Return the first batches, cut after the row with which they have so many real tokens."""
+    taken, left = list[Batch](), most
+    for batch in batches:
+        lengths = (batch.attention_mask != 0).sum(1).cumsum(0)
+        rows = int((lengths < left).sum()) + 1
+        taken.append(batch if rows >= len(lengths) else batch.select(slice(0, rows)))
+        left -= int(lengths[min(rows, len(lengths)) - 1])
+        if left <= 0:
+            break
+    return taken
+
+
+@torch.no_grad()
+def sample_texts(model: PreTrainedModel, count: int = 8, length: int = 64, seed: int = 0) -> list[Batch]:
+    """Return texts that a decoder samples from its first token, for a comparison where no others are given."""
+    config = model.config
+    first = next((token for token in (config.bos_token_id, config.eos_token_id) if isinstance(token, int)), 0)
+    ids = torch.full((count, 1), first, device=model.device)
+    training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for _ in progress(range(length), "Sampling texts of the teacher", "tokens"):
+            logits = model(input_ids=ids, use_cache=False).logits[:, -1].float()
+            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1)], dim=1)
+    model.train(training)
+    return [Batch(ids.cpu(), torch.ones_like(ids).cpu(), ids.cpu())]
+
+
+@torch.no_grad()
+def see(model: PreTrainedModel, batches: Sequence[Batch], name: str) -> list[Seen]:
+    """Return what a decoder gives for batches of unpacked rows; a sharded model needs every rank."""
+    seen, left = list[Seen](), 2**28  # numbers of logits: 1 GiB, for models whose logits are more than a product
+    with tapped_output(model) as tapped:
+        for batch in progress(batches, f"Reading held-out rows with the {name}", "batches"):
+            head, _, _ = judged_rows(tapped, batch.to(model.device))
+            labels_N = _next_tokens(batch)
+            known_N = labels_N != IGNORE_INDEX
+            rows_NK = head.rows[known_N.to(head.rows.device)]
+            if head.weight is None:
+                rows_NK = rows_NK[: left // rows_NK.shape[1]]
+                left -= rows_NK.numel()
+            seen.append(Seen(HeadInputs(rows_NK.cpu(), head.weight, head.bias), labels_N[known_N][: len(rows_NK)]))
+    return seen
+
+
+def _next_tokens(batch: Batch) -> Tensor:
+    """Return the label that each real token predicts, (N,); IGNORE_INDEX where none is learned, as in prompts."""
+    next_BT = torch.full_like(batch.labels, IGNORE_INDEX)
+    next_BT[:, :-1] = batch.labels[:, 1:]
+    return next_BT[batch.attention_mask != 0].cpu()
+
+
+@torch.no_grad()
+def compare(teacher: Sequence[Seen], student: Sequence[Seen]) -> Distance:
+    """Compare what two models give for the same batches; the logits are computed chunk by chunk where the heads lie."""
+    labels = TokenTerm("label", None)
+    terms = [TokenTerm("divergence", FORWARD_KL), labels]
+    sums, count = torch.zeros(3, dtype=torch.float64), 0
+    for theirs, ours in zip(teacher, student, strict=True):
+        shared = min(len(theirs.labels_N), len(ours.labels_N))
+        if not shared:
+            continue
+        dense, changed = _on(theirs.rows, shared), _on(ours.rows, shared)
+        labels_N = ours.labels_N[:shared].to(dense.rows.device)
+        vocabulary = min(_width(dense), _width(changed))
+        both = token_losses(changed, dense, labels_N, terms, torch.ones(2), vocabulary=vocabulary).sums
+        alone = token_losses(dense, None, labels_N, [labels], torch.ones(1), vocabulary=vocabulary).sums
+        sums += torch.cat([both, alone]).double().cpu()
+        count += len(labels_N)
+    divergence, loss, teacher_loss = (float(value) / max(count, 1) for value in sums)
+    return Distance(max(divergence, 0.0), perplexity_of(loss), perplexity_of(teacher_loss), count)
+
+
+def _on(seen: HeadInputs, count: int) -> HeadInputs:
+    """Return the first rows, with the head, on the device of this rank."""
+    device = World.current().device
+    weight, bias = (None if each is None else each.to(device) for each in (seen.weight, seen.bias))
+    return HeadInputs(seen.rows[:count].to(device), weight, bias)
+
+
+def _width(seen: HeadInputs) -> int:
+    return seen.rows.shape[1] if seen.weight is None else len(seen.weight)

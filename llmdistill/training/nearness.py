@@ -1,0 +1,182 @@
+"""Measures how far the students of a run are from their teacher, before the training and after it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from llmdistill.artifacts import find_record
+from llmdistill.batch import Batch
+from llmdistill.files import write_json, write_text
+from llmdistill.generation.decode import Decoding, generate_passes
+from llmdistill.messages import print_result
+from llmdistill.models.families import max_positions
+from llmdistill.report.samples import read_samples
+from llmdistill.report.table import MODELS
+from llmdistill.report.tables import print_table
+from llmdistill.runtime.distributed import World, broadcast_object, on_main
+from llmdistill.runtime.terminal import print_main
+from llmdistill.tasks.base import Asked, TaskData
+from llmdistill.tasks.distance import HOPELESS, Distance, Seen, compare, first_tokens, see
+from llmdistill.tasks.perplexity import show_perplexity
+from llmdistill.tasks.rouge import rouge_l
+from llmdistill.teachers.live import TeacherOnDemand
+from llmdistill.training.plan import Plan
+
+FILE = "scores/nearness.json"
+ANSWERS = "answers"
+"""Folder in a run with the answers of each model to rows that were held out, as files of `report.samples`."""
+ANSWER_SET = "held_out"
+_NEW_TOKENS = 96
+"""Of an answer, which a CPU writes in seconds; longer answers are cut."""
+_SHOWN, _WIDTH = 2, 200
+"""Questions in the terminal, and characters of each answer; the page of the run has all."""
+
+
+@dataclass
+class Nearness:
+    """Compares the models of a run on the same rows, each of them once."""
+
+    plan: Plan
+    data: TaskData
+    teacher: TeacherOnDemand
+    scored: AbstractSet[str]
+    """The models that the run scores, which answer questions too."""
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What was measured, by the model's key in metrics.json."""
+
+    def __post_init__(self) -> None:
+        # A damaged file is measured again.
+        self.found = on_main(lambda: find_record(self.plan.folder / FILE)[0] or {})
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether students of this run are compared: decoders whose teacher runs here and has their tokens.
+
+        A start that the run makes itself is always measured, a student that is given where it is scored.
+        """
+        plan = self.plan
+        if plan.config.teacher.model is None or not plan.models.causal or plan.task.head is not None:
+            return False
+        runs_here = plan.source is None or plan.source.runs_here
+        is_made = plan.config.student.model is None and plan.config.student.shape is None
+        return runs_here and not plan.models.translates and (is_made or {"teacher", "untrained"} <= self.scored)
+
+    @cached_property
+    def _rows(self) -> tuple[list[Batch], str]:
+        batches, name = self.data.compared()
+        return first_tokens(batches), name
+
+    @cached_property
+    def _asked(self) -> list[Asked]:
+        return self.data.asked()
+
+    @cached_property
+    def _theirs(self) -> list[Seen]:
+        # Every rank takes part, as the teacher may be sharded.
+        teacher = self.teacher()
+        if "teacher" in self.scored and "teacher" not in self.found:
+            self._keep("teacher", self._answer("teacher", teacher.model, sharded=teacher.sharded))
+        return see(teacher.model, self._rows[0], "teacher")
+
+    def measure(self, key: str, name: str, load: Callable[[], PreTrainedModel]) -> str | None:
+        """Measure and print a student, or read what was measured before; return a warning if nothing is left of it.
+
+        Every rank must call this method.
+        """
+        if not self.is_measured:
+            return None
+        if key not in self.found:
+            batches, of = self._rows
+            if not batches:
+                return None
+            theirs, student = self._theirs, load()
+            answers = self._answer(key, student) if key in self.scored else {}
+            values: dict[str, Any] = {}
+            if World.current().is_main:
+                values = asdict(compare(theirs, see(student, batches, f"{name} student")))
+            self._keep(key, {**broadcast_object(values), "of": of, **answers})
+        found = self.found[key]
+        distance = Distance(**{name: found[name] for name in Distance.__dataclass_fields__})
+        print_main(f"{name.capitalize():12}{distance.sentence(found['of'])}")
+        if distance.divergence <= HOPELESS or key != "untrained":
+            return None
+        remedy = (
+            "raise student.factorize.target_params"
+            if self.plan.config.student.factorize.is_weighted
+            else "leave student.factorize.weighting out, so that data weight its start"
+        )
+        return (
+            f"the untrained student keeps nothing sensible of its teacher ({distance.divergence:.3g} nats per token): "
+            f"{remedy}, or expect to train it almost from nothing"
+        )
+
+    def _keep(self, key: str, values: Mapping[str, Any]) -> None:
+        self.found[key] = dict(values)
+
+        def write() -> None:
+            path = self.plan.folder / FILE
+            path.parent.mkdir(exist_ok=True)
+            write_json(path, self.found)
+
+        on_main(write)
+
+    def _answer(self, key: str, model: PreTrainedModel, *, sharded: bool = False) -> dict[str, Any]:
+        """Let a model answer the questions, keep its answers in a file, and return their ROUGE-L."""
+        asked = self._asked
+        if not asked:
+            return {}
+        longest = max(len(each.prompt_ids) for each in asked)
+        limit = min(longest + _NEW_TOKENS, max_positions(model.config, longest + _NEW_TOKENS))
+        if limit <= longest:
+            return {}
+        decoding = Decoding(sample=False, max_prompt_length=longest, max_length=limit, batch_size=len(asked))
+        ids = [each.prompt_ids for each in asked]
+        (result,) = generate_passes(model, self.data.tokenizer, ids, decoding, seeds=[0], synced=sharded)
+        rows = [
+            {"prompt": each.prompt, "references": [each.reference], "predictions": {"greedy": text}}
+            for each, text in zip(asked, result.texts, strict=True)
+        ]
+
+        def write() -> None:
+            path = self.plan.folder / ANSWERS / key / f"{ANSWER_SET}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+        on_main(write)
+        return {"rougeL": rouge_l(result.texts, [[each.reference] for each in asked])}
+
+
+def print_nearness(folder: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print the table of what `Nearness` measured, and a few answers side by side."""
+    students = {key: found[key] for key in ("untrained", "student") if key in found}
+    if not students:
+        return
+    some = next(iter(students.values()))
+    rouge = {key: values["rougeL"] for key, values in found.items() if "rougeL" in values}
+    cells = {
+        "teacher": ["0", show_perplexity(some["teacher_perplexity"])],
+        **{key: [f"{each['divergence']:.3g}", show_perplexity(each["perplexity"])] for key, each in students.items()},
+    }
+    answers = {key: f"{rouge[key]:.1f}" if key in rouge else "" for key in cells}
+    rows = [[MODELS[key], *values, *([answers[key]] if rouge else [])] for key, values in cells.items()]
+    header = ["model", "nats per token", "perplexity", *(["ROUGE-L"] if rouge else [])]
+    print_table(f"On {some['tokens']:,} tokens of {some['of']}", header, rows)
+    for sample in read_samples({key: folder / ANSWERS / key for key in MODELS}, [ANSWER_SET])[:_SHOWN]:
+        print_result(f"\n{_shorten(sample.prompt)}")
+        for key, answer in sample.answers.items():
+            print_result(f"  {MODELS[key]:10}{_shorten(answer)}")
+    if rouge:
+        print_result("")
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _WIDTH else f"{line[:_WIDTH].rstrip()} …"

@@ -1,0 +1,133 @@
+"""Settles the defaults that depend on a run's models and data, such as the start of a factorized student."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedConfig
+
+from llmdistill.artifacts import find_record
+from llmdistill.config import FactorizeConfig, RunConfig
+from llmdistill.config.marks import earlier_defaults
+from llmdistill.methods import METHODS
+from llmdistill.students.counting import build_reference, layer_stacks
+from llmdistill.students.start.sampled import WITHOUT_GRADIENTS
+from llmdistill.students.start.weighted import check_calibration_data
+
+RUN_FILE = "run.json"
+"""The record of a run in its folder: its settings, and the content of its inputs."""
+HELD_OUT = 0.02
+"""The share of the training rows on which a run compares its models, if there is no validation set."""
+CALIBRATION_TOKENS = 65_536
+"""Tokens of the calibration of a start that a run chooses itself, if each example is as long as it may be."""
+_LEAST_EXAMPLES, _MOST_EXAMPLES = 64, 512
+"""Fewer examples do not tell whose rank costs less; more of them improve a start less than steps of training do."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Settings without open defaults, and what a user should know of the choice."""
+
+    config: RunConfig
+    notes: list[str]
+
+
+def settle(config: RunConfig, teacher: PreTrainedConfig) -> Settled:
+    """Return a run with every default settled: as its folder has recorded it, or else by its models and data."""
+    student, record = config.student, _recorded(config)
+    factorize, notes = student.factorize, list[str]()
+    if not student.weighs_by_default:
+        factorize = _fill(factorize, {})
+    elif record is not None:
+        factorize = _fill(factorize, record.get("student", {}).get("factorize", {}))
+    else:
+        factorize, why = choose_start(factorize, teacher, config.data.max_length)
+        notes = [_describe(factorize, why)]
+    held_out = config.data.held_out
+    if held_out is None:
+        held_out = _held_out(config) if record is None else record.get("data", {}).get("held_out", 0)
+    data = replace(config.data, held_out=held_out)
+    return Settled(replace(config, student=replace(student, factorize=factorize), data=data), notes)
+
+
+def _held_out(config: RunConfig) -> float:
+    """Return the share of the rows that a run holds out by default."""
+    data = config.data
+    has_rows = data.kind == "instructions" and not data.streaming and data.valid is None
+    return HELD_OUT if has_rows and METHODS[config.method].trains else 0
+
+
+def choose_start(
+    settings: FactorizeConfig, teacher: PreTrainedConfig, max_length: int
+) -> tuple[FactorizeConfig, str | None]:
+    """Return the settings of svd with every default settled, and why they are not those of the best start, if so.
+
+    Left to itself, a student keeps what matters for the loss (weighting gradients), and spends target_params on the
+    ranks that save most of it, in the form that stores them in the fewest numbers. Who names a weighting gets what it
+    says, and one rank in plain factors for the rest.
+    """
+    if settings.weighting is not None:
+        return _fill(settings, {}), None
+    weighting: Literal["activations", "gradients"] = "gradients"
+    why: str | None = None
+    if teacher.model_type in WITHOUT_GRADIENTS:
+        weighting, why = "activations", f"no gradient comes back through the layers of {teacher.model_type}"
+    spends = settings.target_params is not None and why is None
+    if spends and layer_stacks(build_reference(teacher)):
+        spends, why = False, f"the experts of {teacher.model_type} are stacks of matrices, which nothing measures"
+    examples = min(max(CALIBRATION_TOKENS // max_length, _LEAST_EXAMPLES), _MOST_EXAMPLES)
+    calibration = settings.calibration
+    if calibration.examples is None:
+        calibration = replace(calibration, examples=examples)
+    best: dict[str, Any] = {"allocation": "loss", "form": "plain" if settings.sigma == "balanced" else "pivoted"}
+    chosen = {key: value for key, value in best.items() if spends and getattr(settings, key) is None}
+    return _fill(replace(settings, weighting=weighting, calibration=calibration, **chosen), {}), why
+
+
+def settle_compress(
+    settings: FactorizeConfig, method: str, model: PreTrainedConfig, *, has_data: bool, max_length: int
+) -> FactorizeConfig:
+    """Return the settings of `compress` with every default settled; without calibration data they weight nothing.
+
+    Raises:
+        UserError: ranks by the predicted loss without calibration data.
+    """
+    if has_data and method == "svd":
+        return choose_start(settings, model, max_length)[0]
+    if settings.allocation == "loss" and settings.weighting is None:
+        check_calibration_data("gradients", None)
+    return _fill(settings, {})
+
+
+def _describe(settings: FactorizeConfig, why: str | None) -> str:
+    start = f"weighting {settings.weighting}, allocation {settings.allocation}, form {settings.form}"
+    of_data = settings.calibration.data or "the training set"
+    reason = "" if why is None else f"; {why}"
+    return (
+        f"the student starts with {start}, measured on {settings.calibration.examples} examples of {of_data}{reason} "
+        "(student.factorize.weighting none: the plain SVD)"
+    )
+
+
+def _fill(settings: FactorizeConfig, record: Mapping[str, Any]) -> FactorizeConfig:
+    """Settle what is open as a record says; what it lacks is, as in earlier versions, the plain SVD."""
+
+    def settled(section: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        usual = {key: value for key, value in earlier_defaults(type(section)).items() if "." not in key}
+        return {key: values.get(key, usual[key]) for key in usual if getattr(section, key) is None}
+
+    calibration = settings.calibration
+    calibration = replace(calibration, **settled(calibration, record.get("calibration", {})))
+    return replace(settings, calibration=calibration, **settled(settings, record))
+
+
+def _recorded(config: RunConfig) -> Mapping[str, Any] | None:
+    """Return the settings that the run's folder has recorded; None if it holds no run."""
+    if config.output_dir is None:
+        return None
+    # What is wrong with a damaged record is said where the run claims its folder.
+    record, _ = find_record(Path(config.output_dir) / RUN_FILE, {"config": dict})
+    return None if record is None else record["config"]

@@ -1,0 +1,90 @@
+"""A run settles the start of its student: the best one that it can have, or what its folder has recorded."""
+
+import json
+
+import pytest
+from transformers import LlamaConfig, Qwen3MoeConfig, ReformerConfig
+
+from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
+from llmdistill.errors import UserError
+from llmdistill.training.start import RUN_FILE, choose_start, settle, settle_compress
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+LLAMA = LlamaConfig(**SIZES)
+BEST = ("gradients", "loss", "pivoted", 128)
+PLAIN = ("none", "uniform", "plain", 512)
+
+
+def start_of(settings: FactorizeConfig) -> tuple[object, ...]:
+    return settings.weighting, settings.allocation, settings.form, settings.calibration.examples
+
+
+def config_of(folder=None, **student) -> RunConfig:
+    output_dir = None if folder is None else str(folder)
+    return RunConfig(student=StudentConfig(**student), data=DataConfig(max_length=512), output_dir=output_dir)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"target_params": "60%"}, BEST),
+        ({"rank": 4}, ("gradients", "uniform", "plain", 128)),
+        ({"target_params": "60%", "sigma": "balanced"}, ("gradients", "loss", "plain", 128)),
+        ({"target_params": "60%", "form": "plain"}, ("gradients", "loss", "plain", 128)),
+        ({"target_params": "60%", "allocation": "uniform"}, ("gradients", "uniform", "pivoted", 128)),
+        ({"target_params": "60%", "calibration": CalibrationConfig(examples=7)}, (*BEST[:3], 7)),
+        # Who names a weighting gets that one, and nothing else that is not named.
+        ({"target_params": "60%", "weighting": "none"}, PLAIN),
+        ({"target_params": "60%", "weighting": "gradients"}, ("gradients", "uniform", "plain", 512)),
+        ({"target_params": "60%", "weighting": "gradients", "allocation": "loss"}, ("gradients", "loss", "plain", 512)),
+    ],
+)
+def test_what_is_left_open_becomes_the_best_start(settings, expected):
+    factorize = settle(config_of(factorize=FactorizeConfig(**settings)), LLAMA).config.student.factorize
+    assert start_of(factorize) == expected
+
+
+@pytest.mark.parametrize("student", [{"model": "some/where"}, {"shape": "1x32x4"}, {"method": "kronecker"}], ids=str)
+def test_other_students_have_the_plain_settings(student):
+    assert start_of(settle(config_of(**student), LLAMA).config.student.factorize) == PLAIN
+
+
+def test_the_number_of_examples_follows_their_length():
+    settings = FactorizeConfig(target_params="60%")
+    counts = [choose_start(settings, LLAMA, length)[0].calibration.examples for length in (64, 256, 512, 8192)]
+    assert counts == [512, 256, 128, 64]
+
+
+def test_a_model_that_cannot_have_it_gets_the_next_best_and_the_run_says_why():
+    moe = Qwen3MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=16, num_experts_per_tok=1)
+    factorize = FactorizeConfig(target_params="60%")
+    settled = settle(config_of(factorize=factorize), moe)
+    assert start_of(settled.config.student.factorize) == ("gradients", "uniform", "plain", 128)
+    assert "stacks of matrices" in settled.notes[0]
+    chosen, why = choose_start(factorize, ReformerConfig(), 512)
+    assert start_of(chosen) == ("activations", "uniform", "plain", 128)
+    assert "no gradient" in why
+
+
+@pytest.mark.parametrize(
+    ("recorded", "expected"),
+    [
+        ({"weighting": "none", "allocation": "uniform", "form": "plain", "calibration": {"examples": 512}}, PLAIN),
+        ({}, PLAIN),  # of a version before these settings
+        ({"weighting": "gradients", "allocation": "loss"}, ("gradients", "loss", "plain", 512)),
+    ],
+)
+def test_a_run_goes_on_with_the_start_that_it_has_recorded(tmp_path, recorded, expected):
+    (tmp_path / RUN_FILE).write_text(json.dumps({"config": {"student": {"factorize": recorded}}}))
+    settled = settle(config_of(tmp_path, factorize=FactorizeConfig(target_params="60%")), LLAMA)
+    assert start_of(settled.config.student.factorize) == expected
+    assert settled.notes == []
+
+
+def test_compress_weights_only_by_data():
+    settings, more = FactorizeConfig(target_params="60%"), {"max_length": 512}
+    assert start_of(settle_compress(settings, "svd", LLAMA, has_data=True, **more)) == BEST
+    assert start_of(settle_compress(settings, "svd", LLAMA, has_data=False, **more)) == PLAIN
+    by_loss = FactorizeConfig(target_params="60%", allocation="loss")
+    with pytest.raises(UserError, match="needs calibration data"):
+        settle_compress(by_loss, "svd", LLAMA, has_data=False, **more)
