@@ -74,7 +74,7 @@ def find_record(file: Path, keys: Mapping[str, Any] | None = None) -> tuple[dict
 
     `keys` are those that it must have, with the types of their values.
     """
-    if not file.is_file():
+    if not os.path.isfile(file):  # Path.is_file raises an error for a name that is too long
         return None, None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -197,8 +196,7 @@ def with_earlier_defaults(config: RunConfig) -> RunConfig:
 
     The same command then goes on with a run of an earlier version. Raises UserError for a damaged record.
     """
-    # A name that no folder can have is refused where the folder is made, with the name of its setting.
-    if config.output_dir is None or not os.path.isdir(config.output_dir):
+    if config.output_dir is None:
         return config
     record = _read(Path(config.output_dir))
     if record is None:
