@@ -31,8 +31,8 @@ from llmdistill.training.plan import make_plans
 ROWS: list[dict[str, Any]]
 FINE_TUNING: list[dict[str, Any]]
 ROWS, FINE_TUNING = yaml.safe_load_all(Path(__file__).with_name("papers.yaml").read_text(encoding="utf-8"))
-OF_NO_PAPER = {"quickstart", "pruned", "finetune", "sentences", "smollm2"}
-"""Recipes of the embedded world, one for a model and task of the user's own, for sentences, and of a real model."""
+OF_NO_PAPER = {"quickstart", "pruned", "finetune", "sentences", "smollm2", "instruct"}
+"""Recipes of the embedded world, one for a model and task of the user's own, for sentences, and for instruct models."""
 OF_THE_MACHINE = (
     *("extends", "output_dir", "data.train", "data.valid", "data.tests", "scoring.batch_size"),
     *(f"train.{name}" for name in ("dtype", "micro_batch_size", "log_every", "save_every")),

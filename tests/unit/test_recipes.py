@@ -20,6 +20,7 @@ TEACHERS = {
     "gpt2": GPT2Config(),
     "sentences": BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536),
     "smollm2": llama(49_152, 576, 1536, layers=30, heads=9, key_value_heads=3),
+    "instruct": llama(49_152, 576, 1536, layers=30, heads=9, key_value_heads=3),
     "llama3": llama(128_256, 2048, 8192, layers=16, heads=32, key_value_heads=8),
 }
 
