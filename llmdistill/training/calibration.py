@@ -331,7 +331,7 @@ def _report(folder: Path, settings: FactorizeConfig, found: WeightedFactors, sec
     """Print what a weighted factorization is expected to cost, and write its figures into the run's folder."""
     values = {
         "weighting": settings.weighting,
-        "form": settings.form,
+        "form": settings.stored_form,
         "tokens": found.tokens,
         "seconds": round(seconds, 2),
         "predicted_loss": found.predicted_loss,

@@ -31,7 +31,7 @@ SHORTER = {
         '"examples": 256': '"examples": 8, "held_out": 4',
         '"global_batch_size": 32': '"global_batch_size": 4',
         '"steps": 120': '"steps": 2',
-        'decoding="greedy"': 'decoding="greedy", limit=2',
+        '"embedded:unseen")': '"embedded:unseen", limit=2)',
     },
     "students.md": {'"examples": 64': '"examples": 8'},
     "train.md": {"}] * 64": "}] * 8", "steps=10": "steps=2"},

@@ -103,7 +103,7 @@ def _choose_checked_ranks(source: CalibrationSource, settings: FactorizeConfig) 
     """Choose the ranks as `weigh` does, and return them with their factors."""
     factors, world = _make_factors(source, settings), World.current()
     checks = settings.allocation == "loss" and settings.calibration.held_out != 0
-    names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation,)
+    names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation or "uniform",)
 
     def choose() -> dict[str, WeightedFactors]:
         if not world.is_main:
@@ -113,7 +113,7 @@ def _choose_checked_ranks(source: CalibrationSource, settings: FactorizeConfig) 
 
     choices = on_every(choose)
     if not checks:
-        return choices[settings.allocation]
+        return choices[names[0]]
     teacher, (_, held_out) = source.teacher(), source.batches()
     if not held_out or not (world.is_main or teacher.sharded):
         return choices["loss"]
@@ -216,7 +216,7 @@ def choose_ranks(
         UserError: the settings do not fit the model.
     """
     reference, unranked = build_reference(config), WeightedFactors(ranks={}, factors=factors, predicted_loss=0.0)
-    if settings.allocation == "uniform":
+    if settings.allocation != "loss":
         return unranked.with_ranks(_plan_ranks(reference, settings))
     # The data never reach the others, so the cost of lowering their ranks is unknown.
     budget = rank_budget(reference, settings, [name for name in _matrix_shapes(reference) if name not in factors])

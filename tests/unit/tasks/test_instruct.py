@@ -240,6 +240,7 @@ def test_files_with_weights(tmp_path, monkeypatch):
         train = f"{files['small']}{weights[0]},{files['large']}{weights[1]}"
         given = ["--method", "sft", "--teacher.model", str(tmp_path / "model"), "--student.factorize.rank", "2"]
         given += ["--data.train", train, "--data.valid", "null", "--output_dir", str(tmp_path / "run")]
+        given += ["--data.held_out", "0"]
         task = make_plan(parse_run(given, METHODS)[0], ranks=1)
         data = task.task.read(task.models).prepare()
         loader = data.loader(Share(seed=0, global_batch_size=4, micro_batch_size=4))
