@@ -22,7 +22,7 @@ from support import ROOT
 @pytest.mark.parametrize(("arguments", "said"), [
     (["compres"], "there is no command 'compres'; there are train, plan, doctor, "),
     (["evaluate", "--suite", "glu"], "--suite: there is no set 'glu'; did you mean glue? (there are dolly,"),
-    (["export", "--to", "onx", "--model", "x", "--output", "y"], "'onx' does not fit; expected dense, onnx, gguf, int8"),
+    (["export", "--to", "onx", "--model", "x", "--output", "y"], "'onx' does not fit; expected dense, onnx, gguf"),
     (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
     (["plan", "--gpu_memory", "80XB"], "error: --gpu_memory is '80XB': give a number with one of the units MB, GB"),
     (["plan", "--gpus", "7"], "32 does not divide by 7 ranks: the nearest that does is 35"),
