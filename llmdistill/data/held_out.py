@@ -58,7 +58,7 @@ def hold_out(
     parts: Sequence[MappedItems[Item]], wanted: float, seed: int
 ) -> tuple[Sequence[MappedItems[Item] | KeptItems[Item]], list[Item]]:
     """Return the files of a training set without the rows that are held out, and these rows, by seed."""
-    joined = JoinedItems(parts)
+    joined: JoinedItems[Item] = JoinedItems(parts)
     count = count_held_out(wanted, len(joined))
     if not count:
         return parts, []

@@ -216,7 +216,7 @@ def with_earlier_defaults(config: RunConfig) -> RunConfig:
 def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     """Return the metrics of a finished run, None if it is unfinished or lacks scores; a UserError if it is another."""
     assert config.output_dir is not None
-    config, folder = with_earlier_defaults(config), Path(config.output_dir)
+    folder, config = Path(config.output_dir), with_earlier_defaults(config)
     remedy = "remove the file, and the run is finished again"
     metrics = read_record(folder / METRICS_FILE, remedy=remedy, keys={"asked": dict})
     record = _read(folder)
