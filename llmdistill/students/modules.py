@@ -39,7 +39,10 @@ class FactorizedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense product; computed at each access, for code that needs a weight."""
-        product = self.dense()
+        # Under ZeRO-3 parameters are empty placeholders while nothing has gathered them, and so is the product then.
+        parameters = list(self.parameters())
+        is_whole = all(parameter.numel() for parameter in parameters)
+        product = self.dense() if is_whole else parameters[0].new_empty(0)
         # GPT-2's initialization in transformers uses `c_proj.weight` by name; this flag makes it skip the weight.
         mark_initialized(product)
         return product

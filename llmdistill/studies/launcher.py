@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,12 +176,15 @@ class Launcher:
 Runner = InProcess | Launcher
 
 
+def _end_with_parent() -> None:
+    """On Linux, end the child process when the parent process is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
+
+
 def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a command in its own process group and write its output to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    # On Linux the command ends with this process, also if that is killed (1 is PR_SET_PDEATHSIG). The library is looked
-    # up here, because little is safe between fork and exec.
-    end_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM) if sys.platform == "linux" else None
     with log.open("w", encoding="utf-8") as output:
         return subprocess.Popen(
             command,
@@ -192,7 +194,7 @@ def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subpro
             env={**os.environ, **more},
             # A group of its own: Ctrl-C reaches the study alone, which then ends launcher and ranks together.
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=_end_with_parent,
         )
 
 

@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
 
 SETTINGS = shlex.split("""--method embedding --data.kind sentences --train.steps 8 --train.global_batch_size 8
 --train.learning_rate 5e-3 --train.log_every 1 --train.dtype fp32""")
-FACTORS = shlex.split("--student.method svd --student.factorize.target_params 70%")
+FACTORS = shlex.split("--student.method svd --student.factorize.target_params 70% --student.factorize.weighting none")
 NARROW = shlex.split("""--student.shape 2x16x4 --student.init random --train.save_every 4
 --data.sentences.triples true --embedding.margin 0.5 --train.global_batch_size 4""")
 

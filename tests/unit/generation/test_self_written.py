@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -124,6 +125,14 @@ def test_neither_batches_nor_ranks_nor_a_kill_change_the_rows(chatter, tmp_path,
     assert not parts_folder(tmp_path / "c.jsonl").exists()
     ranks = ThreadRanks(2)
     ranks.replace_group(monkeypatch)
+    # transformers replaces a method of a class while it loads a model, which threads would do at the same time.
+    lock = threading.Lock()
+
+    def load_one_by_one(*arguments, **more):
+        with lock:
+            return load_model(*arguments, **more)
+
+    monkeypatch.setattr(self_written, "load_model", load_one_by_one)
     monkeypatch.setattr(self_written, "gather_objects", ranks.collect)
     ranks.run(lambda rank: write_data(str(chatter), tmp_path / "d.jsonl", SETTINGS))
     assert (tmp_path / "d.jsonl").read_bytes() == whole
