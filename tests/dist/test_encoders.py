@@ -48,7 +48,8 @@ def here(folder: Path, *arguments: str) -> Path:
 
 
 METHODS = {
-    "makd": "--method makd --student.factorize.rank 6 --student.factorize.weighting none --data.text.next_sentence true",
+    "makd": "--method makd --student.factorize.rank 6 --student.factorize.weighting none "
+    "--data.text.next_sentence true",
     "projectors": "--method tinybert --also distilbert --distilbert.cosine 0 --student.shape 1x16x4",
     "kroneckerbert": "--method kroneckerbert --data.text.next_sentence true --student.method kronecker "
     "--student.factorize.shapes {'*.attention.*':16x8,'*.intermediate.dense':8x2,'*':2x8} "
