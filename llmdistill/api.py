@@ -93,7 +93,8 @@ def compress(
         student = llmdistill.compress(model, rank=48)
         student.save_pretrained("student")  # AutoModelForCausalLM.from_pretrained("student") loads it
 
-    A weighting keeps what matters for data: it gives far better students of the same size.
+    A weighting keeps what matters for data: it gives far better students of the same size. Without calibration data
+    this is the plain SVD; the command `llmdistill compress` has a decoder write its own.
 
         student = llmdistill.compress(model, target_params="40%", weighting="gradients", allocation="loss",
                                       calibration=rows)
@@ -140,7 +141,7 @@ def compress(
     made_by = StudentConfig(method=method, factorize=chosen)
     check_calibration_data(chosen.weighting, data)
     if isinstance(data, str) and data == TEACHER:
-        data = calibration_file(model)
+        data = calibration_file(model, chosen.calibration)
     if limits and data is None:
         raise UserError(f"data.{next(iter(limits))} is for calibration data: give them, or leave it out")
     with nullcontext() if output is None else new_proven_folder(output) as folder:

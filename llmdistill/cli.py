@@ -7,9 +7,10 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -19,10 +20,12 @@ from llmdistill.config import DataConfig, FactorizeConfig
 from llmdistill.config.command_line import TYPED, build, parse
 from llmdistill.config.data import LIMITS
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.student import FactorizeMethod, QuantizeConfig
+from llmdistill.config.student import CalibrationConfig, FactorizeMethod, QuantizeConfig
+from llmdistill.data.references import TEACHER
 from llmdistill.embedded import locate
-from llmdistill.errors import UserError
-from llmdistill.messages import print_result
+from llmdistill.errors import CannotWrite, UserError
+from llmdistill.files import check_new
+from llmdistill.messages import print_result, say
 from llmdistill.runtime.hosts import check_hosts
 from llmdistill.runtime.launch import (
     DEFAULT_PORT,
@@ -126,14 +129,26 @@ def compress(arguments: Sequence[str]) -> None:
     from llmdistill.students.sizes import describe_ranks
     from llmdistill.students.speed import describe_speed
     from llmdistill.tasks.distance import HOPELESS, Distance
-    from llmdistill.training.start import settle_compress
+    from llmdistill.training.start import settle_compress, starts_by_data
 
     quiet_transformers()
     config, length = load_config(locate(parsed.model)), limits.get("max_length", unchanged["max_length"])
-    has_data = given.calibration.data is not None
-    settled = settle_compress(given, parsed.method, config, has_data=has_data, max_length=length)
-    settings = asdict(settled)
-    result = llmdistill.sizes(parsed.model, method=parsed.method, **settings)
+
+    def settle(given: FactorizeConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+        has_data = given.calibration.data is not None
+        settings = asdict(settle_compress(given, parsed.method, config, has_data=has_data, max_length=length))
+        return settings, llmdistill.sizes(parsed.model, method=parsed.method, **settings)
+
+    writes = given.calibration.data is None and starts_by_data(given, parsed.method, config)
+    if writes:
+        settings, result = settle(_with_own_data(given, TEACHER))  # says what does not fit before anything is written
+        if not parsed.dry_run:
+            check_new(Path(parsed.output))
+            data = _written_by(parsed.model, settings)
+            writes, given = data is not None, _with_own_data(given, data)
+            settings, result = settle(given)
+    else:
+        settings, result = settle(given)
     candidates = result.pop("candidates", None)
     if parsed.candidates and candidates is None:
         raise UserError("--candidates tells what a search found: add --method kronecker and --target_params")
@@ -178,11 +193,35 @@ def compress(arguments: Sequence[str]) -> None:
         words = ["--teacher.model", parsed.model, "--student.model", parsed.output, "--data.train"]
         of = settings["calibration"]["data"] or "texts that the model samples"
         for each in distance:
-            print_result(f"It {each.sentence(of)}.")
+            print_result(f"It {each.sentence('rows that the model wrote' if writes else of)}.")
             if each.divergence > HOPELESS and settings["weighting"] == "none":
                 warn_main("this is the plain SVD of the weights, which ruins most models: name --calibration.data FILE")
         command = shlex.join(["llmdistill", "train", *words])
-        print_result(f"The untrained student is in {parsed.output}. Train it: {command} FILE")
+        data = "teacher" if writes else "FILE"
+        print_result(f"The untrained student is in {parsed.output}. Train it: {command} {data}")
+
+
+def _with_own_data(settings: FactorizeConfig, data: str | None) -> FactorizeConfig:
+    """Return settings of a start on few examples that the model writes itself, since each of them takes seconds."""
+    from llmdistill.training.start import LEAST_EXAMPLES
+
+    calibration = settings.calibration
+    if data is None:
+        return settings
+    return replace(
+        settings, calibration=replace(calibration, data=data, examples=calibration.examples or LEAST_EXAMPLES)
+    )
+
+
+def _written_by(model: str, settings: Mapping[str, Any]) -> str | None:
+    """Return the file of the calibration data that the model has written itself, None if it is not able to."""
+    from llmdistill.training.written_data import calibration_file
+
+    try:
+        return calibration_file(model, CalibrationConfig(**settings["calibration"]))
+    except CannotWrite as error:
+        say(f"Note        {error}; without calibration data the student starts by the plain SVD", aside=True)
+        return None
 
 
 def export(arguments: Sequence[str]) -> None:

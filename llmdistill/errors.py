@@ -32,6 +32,10 @@ class ServerLost(UserError):
     code = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
+class CannotWrite(UserError):
+    """A model is not able to write data for its own compression or training."""
+
+
 class Stopped(KeyboardInterrupt):
     """A signal has stopped the command. Only code that must leave something in order catches it, and raises it again.
 

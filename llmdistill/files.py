@@ -232,6 +232,12 @@ def read_json(path: Path, *, shown: str | None = None) -> Any:
         raise UserError(f"{name}: not UTF-8 text: fix or replace it") from error
 
 
+def check_new(folder: Path) -> None:
+    """Raise a UserError if a folder exists and is not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not empty; give another folder or remove it")
+
+
 @contextmanager
 def new_folder(path: Path | str) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `path` if the block ends without an exception.
@@ -241,8 +247,7 @@ def new_folder(path: Path | str) -> Iterator[Path]:
     Raises UserError if `path` exists and is not an empty folder, or if it cannot be written.
     """
     final = Path(path)
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(f"{final} exists and is not empty; give another folder or remove it")
+    check_new(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(final.parent, final.name)

@@ -35,10 +35,10 @@ class CalibrationConfig:
 
     data: str | None = None
     """File, hub name or embedded:NAME, of the kind in data.kind, or teacher for what the teacher writes itself;
-    default: the run's training set (`llmdistill compress` has none)."""
+    default: the run's training set; in `llmdistill compress` what a decoder writes itself."""
     examples: int | None = field(default=None, metadata=at_least(1) | earlier_default(512))
     """Number of examples. Default: 512; for the start that a run chooses itself as many as have 65,536 tokens if they
-    are as long as data.max_length, from 64 to 512."""
+    are as long as data.max_length, from 64 to 512, and 64 that `llmdistill compress` has the model write."""
     held_out: int | None = field(default=None, metadata=at_least(0))
     """Number of further examples on which ranks by the predicted loss must be better than one rank, which is taken
     otherwise; 0 skips this check, and student.init important has none. Default: one for each eight of `examples`."""
@@ -61,6 +61,11 @@ class CalibrationConfig:
     def count(self) -> int:
         """The number of examples, which is the usual one until it is settled."""
         return 512 if self.examples is None else self.examples
+
+    @property
+    def checked(self) -> int:
+        """The number of further examples that check ranks by the predicted loss."""
+        return self.count // 8 if self.held_out is None else self.held_out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,20 +220,33 @@ def _number_rows(
 
 
 def kind_of(data: Data, *, field: str = "text", name: str = "data") -> DataKind:
-    """Return the kind of the data, by its first row or by a file's ending: .txt is text, any other file instructions.
+    """Return the kind of the data by its first row; .txt files are text, and what is not on this machine instructions.
 
-    Raises UserError if there is no row, or as in `rows_in_memory`.
+    Raises UserError if data in memory have no row, or as in `rows_in_memory`.
     """
     if isinstance(data, str | Path):
-        files = [Path(part.reference) for part in parts_of(data)]
-        return "text" if all(file.suffix.lower() == ".txt" for file in files) else "instructions"
-    first = next(rows_in_memory(data, name), None)
-    if first is None:
-        raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
+        references = [part.reference for part in parts_of(data)]
+        if all(Path(reference).suffix.lower() == ".txt" for reference in references):
+            return "text"
+        first = _first_row(references[0])
+    else:
+        first = next(rows_in_memory(data, name), None)
+        if first is None:
+            raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
     if isinstance(first, str):
         return "text"
     is_instruction = isinstance(first, Mapping) and any(key in first for key in FORMAT_KEYS if key not in _ABOUT_A_TEXT)
     return "text" if isinstance(first, Mapping) and field in first and not is_instruction else "instructions"
+
+
+def _first_row(reference: str) -> Any:
+    """Return the first row of a local set; None if it is not local, is malformed, or would be read as a whole."""
+    try:
+        files = local_files(reference) or []
+        is_whole = any(file.suffix.lower() == ".json" and file.stat().st_size > _CHECKED_BYTES for file in files)
+        return None if is_whole or not files else next(iter(open_rows(reference, streaming=True)), (None, ""))[0]
+    except UserError:  # which is told where the rows are read
+        return None
 
 
 _ABOUT_A_TEXT = ("query", "question", "problem")

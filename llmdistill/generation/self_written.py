@@ -30,7 +30,7 @@ from llmdistill.data.near_duplicates import NearDuplicates
 from llmdistill.data.prompts import CHAT, answer_ends
 from llmdistill.data.sources import DataKind
 from llmdistill.embedded import locate
-from llmdistill.errors import UserError
+from llmdistill.errors import CannotWrite, UserError
 from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.generation import response_file
@@ -270,14 +270,14 @@ def request_of(model: str, settings: WriteConfig, kind: DataKind) -> dict[str, A
 
 
 def choose_kind(model: str, kind: DataKind | Literal["auto"]) -> DataKind:
-    """Return the kind of data that a model writes; a UserError if it cannot write the kind that is wanted."""
+    """Return the kind of data that a model writes; a CannotWrite if it is not able to write that."""
     folder = locate(model)
     config = load_config(folder)
     if not is_causal(config):
-        raise UserError(f"{model}: {config.model_type} models write no text; take a causal language model")
+        raise CannotWrite(f"{model}: {config.model_type} models write no text; take a causal language model")
     has_template = load_tokenizer(folder).chat_template is not None
     if kind == "instructions" and not has_template:
-        raise UserError(
+        raise CannotWrite(
             f"{model} cannot write instructions, because its tokenizer has no chat template; take an instruct model, "
             "have it write texts (kind text), or give instructions (data.train)"
         )
@@ -291,7 +291,7 @@ def _prepare(model: str, output: Path, settings: WriteConfig, kind: DataKind | L
     engine = choose_engine(settings.engine, folder, no_repeat_ngram_size=0, world_size=world.size)
     config, tokenizer = load_config(folder), load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{model}: the tokenizer has no end token; set eos_token in its tokenizer_config.json")
+        raise CannotWrite(f"{model}: the tokenizer has no end token; set eos_token in its tokenizer_config.json")
     ends = answer_ends(tokenizer, generation_settings(folder))
     turn_ends, turn_end_text, behind = ends, "", list[int]()
     if kind == "instructions":
@@ -302,7 +302,7 @@ def _prepare(model: str, output: Path, settings: WriteConfig, kind: DataKind | L
         else:
             why = ""
         if turn is None:
-            raise UserError(
+            raise CannotWrite(
                 f"{model} cannot write instructions: its chat template does not write a text of the user{why}; have it "
                 "write texts (kind text)"
             )
@@ -463,7 +463,7 @@ def _sample(
 def _check_noise(job: _Job, turns: Sequence[Sample]) -> None:
     nats = sum(turn.nats for turn in turns) / max(1, sum(len(turn.ids) for turn in turns))
     if nats > _NOISE * math.log(job.vocabulary):
-        raise UserError(
+        raise CannotWrite(
             f"{job.teacher} writes noise: its own samples cost it {nats:.1f} nats a token, and a choice among all "
             f"tokens alike costs {math.log(job.vocabulary):.1f}; take a trained model, or give data (data.train)"
         )
@@ -475,7 +475,7 @@ def _check_fruit(sieve: _Sieve) -> None:
     if fruitless < _FRUITLESS:
         return
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sieve.dropped.most_common())
-    raise UserError(
+    raise CannotWrite(
         f"{sieve.job.teacher} has written {len(sieve.kept):,} rows, and the last {fruitless:,} were all dropped (of "
         f"all: {reasons}); ask for fewer rows, or raise the limits of tokens or the similarity of near-duplicates"
     )

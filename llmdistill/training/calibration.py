@@ -306,10 +306,9 @@ def calibration_batches(
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
     loader = (_read(config, models) if data is None else data).loader(share)
     count = -(-calibration.count // size)
-    checked = calibration.count // 8 if calibration.held_out is None else calibration.held_out
     own, held_out = (
         [batch for step in steps for batch in loader.micro_batches(step)]
-        for steps in (range(world.rank, count, world.size), range(count, count + -(-checked // size)))
+        for steps in (range(world.rank, count, world.size), range(count, count + -(-calibration.checked // size)))
     )
     return own, held_out
 

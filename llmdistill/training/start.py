@@ -13,6 +13,7 @@ from llmdistill.artifacts import find_record
 from llmdistill.config import FactorizeConfig, RunConfig
 from llmdistill.config.marks import earlier_defaults
 from llmdistill.methods import METHODS
+from llmdistill.models.families import is_causal
 from llmdistill.students.counting import build_reference, layer_stacks
 from llmdistill.students.start.sampled import WITHOUT_GRADIENTS
 from llmdistill.students.start.weighted import check_calibration_data
@@ -23,7 +24,7 @@ HELD_OUT = 0.02
 """The share of the training rows on which a run compares its models, if there is no validation set."""
 CALIBRATION_TOKENS = 65_536
 """Tokens of the calibration of a start that a run chooses itself, if each example is as long as it may be."""
-_LEAST_EXAMPLES, _MOST_EXAMPLES = 64, 512
+LEAST_EXAMPLES, _MOST_EXAMPLES = 64, 512
 """Fewer examples do not tell whose rank costs less; more of them improve a start less than steps of training do."""
 
 
@@ -60,6 +61,11 @@ def _held_out(config: RunConfig) -> float:
     return HELD_OUT if has_rows and METHODS[config.method].trains else 0
 
 
+def usual_examples(max_length: int) -> int:
+    """Return the number of calibration examples of a start that a run chooses itself."""
+    return min(max(CALIBRATION_TOKENS // max_length, LEAST_EXAMPLES), _MOST_EXAMPLES)
+
+
 def choose_start(
     settings: FactorizeConfig, teacher: PreTrainedConfig, max_length: int
 ) -> tuple[FactorizeConfig, str | None]:
@@ -78,13 +84,18 @@ def choose_start(
     spends = settings.target_params is not None and why is None
     if spends and layer_stacks(build_reference(teacher)):
         spends, why = False, f"the experts of {teacher.model_type} are stacks of matrices, which nothing measures"
-    examples = min(max(CALIBRATION_TOKENS // max_length, _LEAST_EXAMPLES), _MOST_EXAMPLES)
     calibration = settings.calibration
     if calibration.examples is None:
-        calibration = replace(calibration, examples=examples)
+        calibration = replace(calibration, examples=usual_examples(max_length))
     best: dict[str, Any] = {"allocation": "loss", "form": "plain" if settings.sigma == "balanced" else "pivoted"}
     chosen = {key: value for key, value in best.items() if spends and getattr(settings, key) is None}
     return _fill(replace(settings, weighting=weighting, calibration=calibration, **chosen), {}), why
+
+
+def starts_by_data(settings: FactorizeConfig, method: str, model: PreTrainedConfig) -> bool:
+    """Return whether `compress` starts a student of a decoder by data, which the model writes if none are given."""
+    weights = method == "svd" if settings.weighting is None else settings.weighting != "none"
+    return weights and is_causal(model)
 
 
 def settle_compress(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llmdistill.config import RunConfig
 from llmdistill.config.generation import WriteConfig
+from llmdistill.config.student import CalibrationConfig
 from llmdistill.data.references import TEACHER, parts_of
 from llmdistill.data.sources import DataKind
 from llmdistill.errors import UserError
@@ -18,13 +19,19 @@ from llmdistill.fingerprints import content_fingerprint
 from llmdistill.generation.self_written import ROWS, TEXT_TOKENS, choose_kind, request_of, write_data
 from llmdistill.messages import say
 from llmdistill.runtime.distributed import World, on_main
+from llmdistill.training.start import usual_examples
 
 
 def names_teacher(config: RunConfig) -> bool:
     """Return whether the training or the calibration data of a run are written by its teacher."""
-    references = (config.data.train, config.student.factorize.calibration.data or "")
-    is_read = config.data.kind in ("instructions", "text")
-    return is_read and any(part.reference == TEACHER for text in references if text for part in parts_of(text))
+    references = (config.data.train, config.student.factorize.calibration.data)
+    return config.data.kind in ("instructions", "text") and any(map(_is_teacher, references))
+
+
+def _is_teacher(references: str | None) -> bool:
+    return (
+        references is not None and references != "" and any(part.reference == TEACHER for part in parts_of(references))
+    )
 
 
 def with_written_data(config: RunConfig, *, write: bool = True) -> RunConfig:
@@ -38,10 +45,10 @@ def with_written_data(config: RunConfig, *, write: bool = True) -> RunConfig:
     """
     if not names_teacher(config):
         return config
-    model, kind = str(config.teacher.model), written_kind(config)
-    path = written_file(model, config.data.write, kind, config.data.cache_dir)
+    model, kind, settings = str(config.teacher.model), written_kind(config), written_settings(config)
+    path = written_file(model, settings, kind, config.data.cache_dir)
     if write:
-        write_once(model, config.data.write, kind, path)
+        write_once(model, settings, kind, path)
     elif not path.is_file():
         return config
     calibration = config.student.factorize.calibration
@@ -57,6 +64,27 @@ def with_written_data(config: RunConfig, *, write: bool = True) -> RunConfig:
 def written_kind(config: RunConfig) -> DataKind:
     """Return what the teacher of a run writes; a UserError if it cannot."""
     return choose_kind(str(config.teacher.model), "text" if config.data.kind == "text" else "instructions")
+
+
+def written_settings(config: RunConfig) -> WriteConfig:
+    """Return what the teacher of a run writes: its training data, or no more than its calibration reads."""
+    if _is_teacher(config.data.train):
+        return config.data.write
+    calibration = config.student.factorize.calibration
+    if calibration.examples is None:
+        calibration = replace(calibration, examples=usual_examples(config.data.max_length))
+    return for_calibration(config.data.write, calibration)
+
+
+def for_calibration(settings: WriteConfig, calibration: CalibrationConfig) -> WriteConfig:
+    """Return settings that write as many rows as a calibration reads, unless they say how many.
+
+    An answer that is cut at its limit has inputs and gradients as good as another, so none is dropped for it.
+    """
+    rows = settings.rows
+    if rows is None and settings.tokens is None:
+        rows = calibration.count + calibration.checked
+    return replace(settings, rows=rows, unfinished=settings.unfinished or "keep")
 
 
 def written_file(model: str, settings: WriteConfig, kind: DataKind, cache_dir: str | None) -> Path:
@@ -117,7 +145,7 @@ def written_data_exist(config: RunConfig) -> bool:
 
 def describe_writing(config: RunConfig) -> str:
     """Describe what the teacher of a run will write, or that it has."""
-    settings, kind = config.data.write, written_kind(config)
+    settings, kind = written_settings(config), written_kind(config)
     path = written_file(str(config.teacher.model), settings, kind, config.data.cache_dir)
     if path.is_file():
         return f"the teacher has written its data already: {path}"
@@ -130,7 +158,7 @@ def describe_writing(config: RunConfig) -> str:
 
 def most_tokens(config: RunConfig) -> int:
     """Return the most tokens of the rows that the teacher of a run writes, without those that it drops."""
-    settings = config.data.write
+    settings = written_settings(config)
     longest = settings.max_prompt_tokens + settings.max_answer_tokens
     if config.data.kind == "text":
         longest = settings.max_text_tokens or TEXT_TOKENS
@@ -138,17 +166,19 @@ def most_tokens(config: RunConfig) -> int:
     return min(number for number in (settings.tokens, None if rows is None else rows * longest) if number is not None)
 
 
-def calibration_file(model: object) -> str:
+def calibration_file(model: object, calibration: CalibrationConfig) -> str:
     """Return the file of the calibration data that a named model writes for its own compression.
 
-    Raises UserError if the model is in memory, or cannot write.
+    Raises:
+        UserError: the model is in memory.
+        CannotWriteError: the model is not able to write.
     """
     if not isinstance(model, str | Path):
         raise UserError(
             f"calibration data of the teacher are written by a model of a folder or name, and this is a "
             f"{type(model).__name__} in memory: save it first, or give data"
         )
-    settings, name = WriteConfig(), str(model)
+    settings, name = for_calibration(WriteConfig(), calibration), str(model)
     kind = choose_kind(name, "auto")
     path = written_file(name, settings, kind, None)
     write_once(name, settings, kind, path)

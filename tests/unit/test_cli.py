@@ -8,12 +8,16 @@ import subprocess
 import sys
 
 import pytest
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation import candidate_generator
 
 from llmdistill import cli
 from llmdistill.cli import COMMANDS, main
 from llmdistill.config.recipes import RECIPES, recipe_names
+from llmdistill.embedded import locate
+from llmdistill.generation import self_written
+from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.train import main as train_main
 
 from support import ROOT
@@ -138,6 +142,40 @@ def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys, monkeypatc
     assert all(0 < each["lost"] < 1 for each in told["lost"].values())
 
 
+def test_compress_without_data_calibrates_on_what_the_model_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
+    words = ["compress", "--model", "embedded:teacher", "--target_params", "40%"]
+    few = ["--calibration.examples", "4", "--calibration.held_out", "2"]
+    plain, own, given = (tmp_path / name for name in ("plain", "own", "given"))
+    assert main([*words, "--output", str(plain), "--weighting", "none"]) == 0
+    assert "embedded:teacher --student.model" in capsys.readouterr().out
+    assert not (tmp_path / "cache" / "written").exists()
+    assert main([*words, *few, "--output", str(own)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of rows that the model wrote" in shown
+    assert shown.endswith("--data.train teacher")
+    [file] = (tmp_path / "cache" / "written").glob("*.jsonl")
+    assert len(file.read_text().splitlines()) == 6
+    assert main([*words, *few, "--output", str(given), "--calibration.data", str(file)]) == 0
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (plain, own, given)]
+    assert weights[1] == weights[2] != weights[0]
+    monkeypatch.setattr(self_written, "load_model", lambda *_, **__: pytest.fail("writes before the folder is checked"))
+    assert main([*words, "--calibration.examples", "5", "--output", str(own)]) == 2
+
+
+def test_compress_of_a_model_that_cannot_write_is_the_plain_svd(tmp_path, capsys):
+    tokenizer = load_tokenizer(locate("embedded:teacher"))
+    tokens = {name: getattr(tokenizer, name) for name in ("eos_token_id", "bos_token_id", "pad_token_id")}
+    tiny_model("llama", vocab_size=len(tokenizer), **tokens).save_pretrained(tmp_path / "noise")
+    tokenizer.save_pretrained(tmp_path / "noise")
+    words = ["compress", "--model", str(tmp_path / "noise"), "--rank", "4", "--output"]
+    assert main([*words, str(tmp_path / "own")]) == 0
+    assert "without calibration data the student starts by the plain SVD" in " ".join(capsys.readouterr().err.split())
+    assert main([*words, str(tmp_path / "plain"), "--weighting", "none"]) == 0
+    own, plain = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("own", "plain"))
+    assert own == plain
+
+
 def test_compress_takes_the_limits_of_its_calibration_data(tmp_path, capsys):
     words = ["compress", "--model", "embedded:teacher", "--output", str(tmp_path / "student")]
     data = ["--rank", "8", "--weighting", "activations", "--calibration.data", "embedded:train"]
@@ -145,7 +183,7 @@ def test_compress_takes_the_limits_of_its_calibration_data(tmp_path, capsys):
     assert main([*words, *data]) == 2
     assert "data.long_prompts" in capsys.readouterr().err
     assert main([*words, *data, "--data.long_prompts", "truncate"]) == 0
-    assert main([*words, "--rank", "8", "--data.max_length", "100"]) == 2
+    assert main([*words, "--rank", "8", "--weighting", "none", "--data.max_length", "100"]) == 2
     assert "data.max_length is for calibration data: give them, or leave it out" in capsys.readouterr().err
 
 

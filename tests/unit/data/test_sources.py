@@ -267,3 +267,17 @@ def test_rows_that_are_left_out_are_told(tmp_path, word_tokenizer, caplog, monke
     write(path, *[{**row, "label": False} for row in rows])
     for read in (read_examples, check_rows):
         refuses("holds no example to learn; left out: 10 rows (label is false)", read, path)
+
+
+@pytest.mark.parametrize(("name", "content", "kind"), [
+    ("a.jsonl", '{"text": "Once"}\n', "text"),
+    ("a.csv", "text\nOnce\n", "text"),
+    ("a.json", '[{"text": "Once"}]', "text"),
+    ("a.jsonl", '{"instruction": "Say", "output": "Once", "text": "Once"}\n', "instructions"),
+    ("a.jsonl", '{"text": \n', "instructions"),  # what is wrong with it is said where it is read
+    ("a.txt", "Once", "text"),
+])  # fmt: skip
+def test_the_kind_of_a_file_is_that_of_its_first_row(tmp_path, name, content, kind):
+    (tmp_path / name).write_text(content)
+    assert kind_of(tmp_path / name) == kind
+    assert kind_of(f"{tmp_path / name}=2,{tmp_path}/other.txt=1") == kind

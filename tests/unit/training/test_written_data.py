@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from hostile import refuses
 
-from llmdistill.config import DataConfig, RunConfig, TeacherConfig
+from llmdistill.config import DataConfig, FactorizeConfig, RunConfig, StudentConfig, TeacherConfig
 from llmdistill.config.generation import WriteConfig
+from llmdistill.config.student import CalibrationConfig
 from llmdistill.generation import self_written
-from llmdistill.training.written_data import describe_writing, with_written_data
+from llmdistill.training.written_data import describe_writing, with_written_data, written_settings
 
 
 def test_a_run_reads_what_its_teacher_has_written_once(tmp_path, monkeypatch):
@@ -27,3 +28,19 @@ def test_a_run_reads_what_its_teacher_has_written_once(tmp_path, monkeypatch):
     assert str(file) in describe_writing(config)
     chats = replace(config, data=replace(data, kind="instructions", train="teacher"))
     refuses("embedded:teacher cannot write instructions, because its tokenizer has no chat", with_written_data, chats)
+
+
+@pytest.mark.parametrize(("calibration", "write", "rows"), [
+    ({"examples": 12}, {}, 13),
+    ({"examples": 12, "held_out": 5}, {}, 17),
+    ({}, {}, 128 + 16),  # 65,536 tokens of rows of 512
+    ({"examples": 12}, {"rows": 7}, 7),
+])  # fmt: skip
+def test_a_teacher_writes_no_more_than_its_calibration_reads(calibration, write, rows):
+    factorize = FactorizeConfig(calibration=CalibrationConfig(data="teacher", **calibration))
+    data = DataConfig(train="rows.jsonl", write=WriteConfig(**write))
+    config = RunConfig(student=StudentConfig(factorize=factorize), data=data)
+    settings = written_settings(config)
+    assert (settings.rows, settings.unfinished) == (rows, "keep")
+    trains = replace(config, data=replace(data, train="teacher"))
+    assert written_settings(trains) == data.write
