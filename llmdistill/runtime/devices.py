@@ -8,10 +8,13 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, cast
 
 import torch
+
+from llmdistill.runtime.terminal import warn_main
 
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -34,10 +37,31 @@ def choose_accelerator() -> None:
 
 
 def choose_dtype(setting: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
-    """Return the dtype that a setting names; auto is bf16 on a GPU that supports it, else fp32."""
+    """Return the dtype that a setting names; auto is bf16 on a GPU that supports it, else fp32.
+
+    Warns, once, of bf16 on a processor that has no instructions for it.
+    """
+    if setting == "bf16" and device.type == "cpu" and emulates_bf16():
+        _warn_of_emulation()
     if setting != "auto":
         return setting
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+@cache
+def emulates_bf16() -> bool:
+    """Return whether this processor multiplies in bf16 by conversions, as an x86 one without AVX-512 BF16 or AMX."""
+    read = getattr(torch.cpu, "get_capabilities", None)  # new in PyTorch 2.12
+    has = {} if read is None else read()
+    return has.get("architecture") == "x86_64" and not (has.get("avx512_bf16") or has.get("amx_bf16"))
+
+
+@cache
+def _warn_of_emulation() -> None:
+    warn_main(
+        "this processor has no instructions for bf16, so its products are emulated, some ten times slower than fp32: "
+        "leave dtype at auto"
+    )
 
 
 def has_compiler(*more: str) -> bool:

@@ -42,6 +42,7 @@ from llmdistill.embedded import locate
 from llmdistill.files import json_lines
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.runtime.devices import emulates_bf16
 from llmdistill.runtime.engine import learning_rate
 
 
@@ -64,10 +65,13 @@ class Arm:
     warmup_steps: int = 5
     average: int = 0
     """Tokens of an exponential average of the weights, which is scored too; 0 for none."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """Of the products in training. Weights, the optimizer and scores are in fp32."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of the products in training; auto: bf16 on a processor with instructions for it. Weights, optimizer and scores
+    are in fp32."""
     seed: int = 0
     """Of the order of the rows."""
+    output: str | None = None
+    """Folder for the trained student."""
 
 
 class Bench:
@@ -118,6 +122,7 @@ class Bench:
         optimizer = torch.optim.AdamW(student.parameters(), weight_decay=0.0, fused=True)
         steps, left, seen, seconds, loss = list(self.steps(arm)), arm.tokens, 0, 0.0, None
         rates = {key: getattr(arm, key) for key in ("learning_rate", "schedule", "warmup_steps")}
+        in_bf16 = arm.dtype == "bf16" or (arm.dtype == "auto" and not emulates_bf16())
         config = TrainConfig(steps=max(1, len(steps)), **rates)
         for number, step in enumerate([[], *steps]):  # before the first step the student is as it was
             began = time.process_time()
@@ -127,7 +132,7 @@ class Bench:
                 batches = [{"input_ids": row, "labels": row} for row in step]
                 counts = loss.counts(batches)
                 for batch in batches:
-                    with torch.autocast("cpu", torch.bfloat16, enabled=arm.dtype == "bf16"):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
                         output = loss(batch, num_items_in_batch=counts)
                     output.backward()
                 clip_grad_norm_(student.parameters(), 1.0)
@@ -142,6 +147,9 @@ class Bench:
                     loss.remove()  # the scores have a loss of their own
                 left, loss = [tokens for tokens in left if tokens > seen], None
                 averaged = {} if average is None else {"averaged": self.score(average.module)}  # type: ignore[arg-type]
+                if arm.output is not None and not left:
+                    student.save_pretrained(arm.output)
+                    self.tokenizer.save_pretrained(arm.output)
                 yield {"seen": seen, "seconds": round(seconds, 1), **self.score(student), **averaged}
 
 
