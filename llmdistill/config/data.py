@@ -220,9 +220,9 @@ class DataConfig:
         default=None,
         metadata=earlier_default(0) | takes(lambda value: value >= 0, "give a share, a number of rows, or 0"),
     )
-    """Rows of the training set that are neither learned nor used for the calibration, and on which the run compares
-    teacher, untrained and trained student at its end: a share below 1 (at most 200 rows), a number, or 0. Default: 2 %
-    of instructions that are not streamed, if there is no validation set, else 0."""
+    """Rows of the training set that the run neither trains nor calibrates on, and on which it compares the teacher with
+    the untrained and the trained student: a share below 1 (8 to 200 rows, at most a quarter of the set), a number, or
+    0. Only for instructions that are not streamed. Default: 2 %, or 0 if there is a validation set."""
     tests: dict[str, str] = field(default_factory=dict, metadata=FREE | COMMON)
     """Test sets of instructions or of pairs of sentences as {name: path}, and texts (.txt), whose perplexity is
     measured in windows (scoring.window, scoring.stride); every model of the final table is scored on each. A text of
@@ -249,11 +249,10 @@ class DataConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Settings of these answers."""
     prompt: str | None = None
-    """How instructions are put to teacher and student: minillm is MiniLLM's prompt, chat the tokenizer's chat
-    template, and any other value is a text with {instruction} and usually {input} in it. Default: a teacher that is a
-    student of an earlier run is asked as it was trained, another by its chat template, and one without a template by
-    MiniLLM's prompt.
-    Rows of messages are always put by the chat template, and rows of prompt and completion as they are."""
+    """The prompt around an instruction: minillm is MiniLLM's, chat the tokenizer's chat template, and any other value a
+    text with {instruction} and usually {input} in it. Default: the prompt with which the teacher was trained if an
+    earlier run made it, else its chat template, and MiniLLM's prompt if it has none. Rows of messages always take the
+    chat template, and rows of prompt and completion none."""
     max_prompt_length: int = 256
     """Largest number of tokens of a prompt, template included."""
     max_length: int = field(default=512, metadata=COMMON | at_least(1))

@@ -63,7 +63,7 @@ class ResponseConfig:
     limit: int | None = field(default=None, metadata=at_least(1))
     """Answer only this number of prompts, from the first one on."""
     prompt: str | None = None
-    """How instructions are put to the teacher; as data.prompt of a run."""
+    """The prompt around an instruction, as data.prompt of a run."""
     max_prompt_length: int = 256
     """Maximum number of tokens of a prompt, including the template."""
     max_length: int = 512
@@ -138,7 +138,7 @@ def add_limits(parser: ArgumentParser, *, long_prompts: str | None, hint: str = 
     text = f"What to do with prompts over max_prompt_length{hint}."
     kinds = Literal["error", "drop", "truncate"]
     parser.add_argument("--long_prompts", "--data.long_prompts", type=kinds, default=long_prompts, help=text)
-    text = "How instructions are put to the model: minillm (MiniLLM's prompt), chat (the tokenizer's chat template), "
-    text += "or a text with {instruction} and usually {input} in it. Default: a student of ours is asked as it was "
-    text += "trained, another model by its chat template, and one without a template by MiniLLM's prompt."
+    text = "The prompt around an instruction: minillm (MiniLLM's), chat (the tokenizer's chat template), or a text "
+    text += "with {instruction} and usually {input} in it. Default: the prompt with which an earlier run trained the "
+    text += "model, else its chat template, and MiniLLM's prompt if it has none."
     parser.add_argument("--prompt", "--data.prompt", type=str, help=text)

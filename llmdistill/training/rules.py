@@ -241,6 +241,7 @@ TEACHER_WRITES = Condition(
 )
 STREAMING = Condition(typed="`data.streaming true`", of_config=lambda run: run.data.streaming)
 PACKING = Condition(typed="`data.packing true`", of_config=lambda run: run.data.packing)
+HELD_OUT = Condition(typed="`data.held_out` over 0", of_config=lambda run: (run.data.held_out or 0) > 0)
 PROMPT = Condition(typed="`data.prompt`", of_config=lambda run: run.data.prompt is not None)
 TESTS = Condition(typed="`data.tests`", of_config=lambda run: bool(run.data.tests))
 BUCKETS = Condition(typed="`data.bucket_steps` over 1", of_config=lambda run: run.data.bucket_steps != 1)
@@ -348,6 +349,11 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
     (ROLLOUT, NOT_INSTRUCTIONS): _OF_INSTRUCTIONS.format("rollout"),
     (STREAMING, NOT_INSTRUCTIONS): _OF_INSTRUCTIONS.format("streaming"),
     (PACKING, NOT_INSTRUCTIONS): _OF_INSTRUCTIONS.format("packing"),
+    (HELD_OUT, NOT_INSTRUCTIONS): _OF_INSTRUCTIONS.format("held_out"),
+    (HELD_OUT, STREAMING): (
+        "data.held_out is {data.held_out:g}, but the rows of a streamed set are not known in advance: set it to 0 and "
+        "give a data.valid, or leave data.streaming out"
+    ),
     (PROMPT, NOT_INSTRUCTIONS): _OF_INSTRUCTIONS.format("prompt"),
     (ROLLOUT_SERVER, GIVEN_ANSWERS): (
         "data.rollout.url is {data.rollout.url}, but data.on_policy is 0: set it to the share of the steps in which "

@@ -85,6 +85,9 @@ def test_compress_weights_only_by_data():
     settings, more = FactorizeConfig(target_params="60%"), {"max_length": 512}
     assert start_of(settle_compress(settings, "svd", LLAMA, has_data=True, **more)) == BEST
     assert start_of(settle_compress(settings, "svd", LLAMA, has_data=False, **more)) == PLAIN
+    named = FactorizeConfig(target_params="60%", weighting="gradients")
+    weighted = settle_compress(named, "svd", LLAMA, has_data=True, **more)
+    assert start_of(weighted) == ("gradients", "uniform", "plain", 512)
     by_loss = FactorizeConfig(target_params="60%", allocation="loss")
     with pytest.raises(UserError, match="needs calibration data"):
         settle_compress(by_loss, "svd", LLAMA, has_data=False, **more)
