@@ -40,7 +40,7 @@ class RunConfig:
     )
     """The training method; its settings are under its name."""
     also: list[str] = field(default_factory=list)
-    """Methods whose terms are added to those of `method`; the settings of each are under its name."""
+    """Further methods, whose terms the run adds to those of `method`; each has its settings under its name."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     """The teacher."""
     student: StudentConfig = field(default_factory=StudentConfig)

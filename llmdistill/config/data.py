@@ -128,10 +128,10 @@ class TaskConfig:
     """Folder of the task's files: the one of the task, or one with a folder for each task (GLUE's own download:
     RTE/train.tsv ...; SQuAD's files: squad2/train-v2.0.json ...); default: the data set on the hub."""
     metric: str | None = None
-    """GLUE and XNLI alone: the metric by which settings are chosen on dev, of those that the task has, such as accuracy
-    for mrpc; default: the task's first."""
+    """Only for GLUE and XNLI: the metric of the task that chooses settings on dev, such as accuracy for mrpc; default:
+    the task's first."""
     limit: int | None = field(default=None, metadata=at_least(1))
-    """Train only on the first so many training examples, for a quick test."""
+    """Number of training examples to train on, from the first one; for a quick test."""
     copy_classifier: bool | None = None
     """Initialize the classifier from the fine-tuned teacher's classifier (KroneckerBERT §3.7) instead of random
     numbers. Default: yes if the method recommends it and both classifiers have the same shape."""
@@ -265,8 +265,7 @@ class DataConfig:
     """What to do with prompts that are longer than max_prompt_length: stop with an error, drop them, or keep only
     their end. The log always reports it."""
     turns: Literal["all", "last"] = "all"
-    """Which answers of a conversation are learned: each of them, or the last one alone, with the others in its
-    prompt."""
+    """Which answers of a conversation the student learns: all, or only the last one, with the others in its prompt."""
     cache_dir: str | None = field(default=None, metadata=FREE)
     """Folder of the tokenized texts, instruction sets and tasks, which other runs with the same data and tokenizer use
     again; all ranks map its files into memory. Default: $LLMDISTILL_CACHE, or else ~/.cache/llmdistill."""

@@ -111,8 +111,8 @@ class WriteConfig:
     """drop: rows whose answer or text did not end within its limit are dropped; keep: they are rows, cut at the limit.
     Default: drop for chats, keep for texts."""
     similarity: float = field(default=0.5, metadata=SHARE_OVER_0)
-    """A user's turn or a text is dropped as a near-duplicate of an earlier one if so large a share of the three-token
-    pieces of both is common to them (Jaccard index); 1 drops equal ones alone."""
+    """Drops a user's turn or a text that repeats an earlier one: if they share at least this part of their three-token
+    pieces (Jaccard index). 1 drops only equal ones."""
     seed: int = field(default=0, metadata=at_least(0))
     """Seed of the samples. Each row has random numbers of its own, so its tokens depend on the batch and on the number
     of ranks only where rounding does."""

@@ -50,12 +50,11 @@ class CalibrationConfig:
     """GiB that the measured matrices of one pass may take on each rank; with less memory there are more passes over
     the data, each for some of the layers."""
     folder: str | None = field(default=None, metadata=FREE)
-    """Folder that keeps what was measured, and the factors of every matrix: students of other sizes, allocations and
-    forms, and with gradients those of weighting activations too, are made from them without another pass over the data
-    (but for the token embedding of embedding_rank and the held-out examples; not for Kronecker products). A measurement
-    that was interrupted, also in the middle of a pass, goes on where it stopped. It takes as much disk as the
-    statistics (`memory`), and one and a half times the teacher's layers in fp32 for each weighting. Default: nothing is
-    kept."""
+    """Folder for the measurement and the factors of every matrix. Students of other sizes, allocations and forms (and
+    after gradients those of weighting activations) then need no other pass over the data, except for the token
+    embedding of embedding_rank and the held-out examples; not for Kronecker products. An interrupted measurement
+    continues, also in the middle of a pass. The folder needs the disk of the statistics (`memory`), and one and a half
+    times the teacher's layers in fp32 for each weighting. Default: no folder."""
 
     @property
     def count(self) -> int:

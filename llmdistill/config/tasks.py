@@ -94,7 +94,7 @@ class TasksConfig(GridConfig):
     method: str | None = None
     """Method by which the student learns from the fine-tuned teacher; default: the run's method, and its `also`."""
     also: list[str] | None = None
-    """Methods whose terms are added to those of `method`."""
+    """Further methods, whose terms the run adds to those of `method`."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Settings of a method that differ from the run's own, such as {kroneckerbert: {label: 1.0}}: a teacher without
     lm_head, for example, has no logits to learn from before it is fine-tuned."""
@@ -127,7 +127,7 @@ class FineTuningConfig(GridConfig):
     Default: kd with a teacher, sft without. If a method does not use the logits, such as minilm and minilmv2, the
     loss on the labels is added."""
     also: list[str] = field(default_factory=list)
-    """Methods whose terms are added to those of `method`; the settings of each are under its name."""
+    """Further methods, whose terms the run adds to those of `method`; each has its settings under its name."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of forward and backward pass; auto is bf16 on a GPU that supports it, else fp32."""
     keep_models: bool = False

@@ -37,7 +37,7 @@ def build_untrained(
 
 SFT = MethodEntry(
     label="SFT",
-    help="cross-entropy on the labels alone, without teacher",
+    help="cross-entropy of the labels, without a teacher",
     build=build_sft,
     needs_teacher=False,
     uses_output=True,
