@@ -35,7 +35,7 @@ from llmdistill.models.load import load_model
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.runtime.distributed import World, init_distributed, on_main
 from llmdistill.runtime.terminal import guest, quiet_libraries
-from llmdistill.serving.export import export_student
+from llmdistill.serving.export import Target, export_student
 from llmdistill.students.convert import compress_in_place, compress_model
 from llmdistill.students.search import needs_search, search
 from llmdistill.students.sizes import check_factorization, summarize
@@ -47,7 +47,7 @@ from llmdistill.tasks.distance import Distance, compare, first_tokens, sample_te
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.text import score_masked
 from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
-from llmdistill.training.calibration import measure_weights_on, split_calibration
+from llmdistill.training.calibration import DataOutsideRuns, measure_weights_on, split_calibration
 from llmdistill.training.inputs import Model, RunInputs, check_model_types, device_for, evaluation_mode, tokenizer_of
 from llmdistill.training.plan import make_plans
 from llmdistill.training.provenance import save_compressed
@@ -152,7 +152,8 @@ def compress(
         held_out: Sequence[Batch] = ()
         if chosen.is_weighted and data is not None:
             words = LoadedModel(model=teacher, tokenizer=tokenizer_of(model, tokenizer))
-            weighted, held_out = measure_weights_on(data, words, made_by, limits, on, origin, held_out=is_compared)
+            read = DataOutsideRuns(data=data, limits=limits, needs_held_out=is_compared)
+            weighted, held_out = measure_weights_on(read, words, made_by, on, origin)
         texts = first_tokens(held_out or sample_texts(teacher)) if is_compared else []
         theirs = see(teacher, texts, "teacher") if texts else []
         student = teacher
@@ -237,7 +238,8 @@ def export(
         UserError: the student does not suit, a package is missing, `output` is not empty, or outputs are not finite.
     """
     check_model_types(student=student)
-    return export_student(student, output, to=to, int8=int8, settings=settings, tokenizer=tokenizer, data=data)
+    target = Target(to=to, int8=int8, settings=settings)
+    return export_student(student, output, target, tokenizer=tokenizer, data=data)
 
 
 @dataclass(frozen=True, kw_only=True)

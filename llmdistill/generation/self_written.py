@@ -395,7 +395,8 @@ def _write_rounds(job: _Job, sieve: _Sieve) -> None:
             first, share = len(sieve.attempts), sieve.share_written()
             # The last rounds sample no more rows than are likely to be needed.
             wanted = math.inf if share == 0 else math.ceil(1.1 * first * (1 - share) / share)
-            size = int(min(job.batch_size * world.size, max(wanted, world.size), _most_rows(sieve)))
+            missing = math.inf if job.rows is None else 4 * max(1, job.rows - len(sieve.kept))
+            size = int(min(job.batch_size * world.size, max(wanted, world.size), missing))
             turns = _sample(job, sampler, [job.opening] * size, range(first, first + size), of_answer=False)
             if first == 0:
                 _check_noise(job, turns)
@@ -414,12 +415,6 @@ def _write_rounds(job: _Job, sieve: _Sieve) -> None:
             sieve.add(attempts)
             activity.expect(_expect_tokens(sieve))
             _check_fruit(sieve)
-
-
-def _most_rows(sieve: _Sieve) -> int:
-    """Return the largest number of rows that may be missing."""
-    rows = sieve.job.rows
-    return 10**9 if rows is None else 4 * max(1, rows - len(sieve.kept))
 
 
 def _expect_tokens(sieve: _Sieve) -> int:

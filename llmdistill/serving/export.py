@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,18 +31,35 @@ from llmdistill.students.speed import describe_speed
 from llmdistill.training.inputs import Model, save_with_tokenizer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a student is exported to, with the arguments of `llmdistill.export`."""
+
+    to: str
+    int8: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the form, or of gguf."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormTarget:
+    """A form that an export gives the model, with the form's settings."""
+
+    to: str
+    form: StudentForm
+    settings: Any
+
+
 def export_student(
     student: Model,
     output: str | Path,
+    target: Target,
     *,
-    to: str,
-    int8: bool,
-    settings: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
     data: str | None = None,
 ) -> dict[str, Any]:
     """Export as `llmdistill.export` does, and give the new folder the card of the student's folder, if it has one."""
-    forms = exported_forms()
+    to, int8, settings, forms = target.to, target.int8, target.settings, exported_forms()
     names = ("dense", "onnx", "gguf", *forms)
     if to not in names:
         raise UserError(f"export to: {to!r} does not fit; expected {', '.join(names)}{did_you_mean(to, names)}")
@@ -59,7 +77,7 @@ def export_student(
         form = forms[to]
         own = read_settings(form, form.export_settings(to, settings), key="")
         description = form.describe(own)
-        write = partial(export_in_form, to=to, form=form, settings=own)
+        write = partial(export_in_form, target=FormTarget(to=to, form=form, settings=own))
     if isinstance(student, PreTrainedModel):
         with TemporaryDirectory() as saved:
             save_with_tokenizer(student, tokenizer, Path(saved))
@@ -71,10 +89,8 @@ def export_student(
 def export_in_form(
     student_dir: Path | str,
     out_dir: Path | str,
+    target: FormTarget,
     *,
-    to: str,
-    form: StudentForm,
-    settings: Any,
     data: str | None = None,
     describe: Describe | None = None,
 ) -> dict[str, Any]:
@@ -91,6 +107,7 @@ def export_in_form(
         UserError: a package is missing, the model has the form already or cannot have it, `out_dir` is not empty, or
             an output is not finite.
     """
+    to, form = target.to, target.form
     form.check_package(f"--to {to}")
     config = load_config(student_dir)
     present = saved_form(config)
@@ -101,7 +118,7 @@ def export_in_form(
     with new_proven_folder(out_dir) as folder:
         model = load_model(student_dir, dtype="auto", head="saved")
         exact = outputs_of(model, rows)
-        form.finish(model, settings, model.state_dict())
+        form.finish(model, target.settings, model.state_dict())
         save_model(model, folder, student_dir)
         params = count_parameters(model)
         del model

@@ -103,7 +103,10 @@ def see(model: PreTrainedModel, batches: Sequence[Batch], name: str) -> list[See
     with tapped_output(model) as tapped:
         for batch in progress(batches, f"Reading held-out rows with the {name}", "batches"):
             head, _, _ = judged_rows(tapped, batch.to(model.device))
-            labels_N = _next_tokens(batch)
+            # The label that each real token predicts; IGNORE_INDEX where none is learned, as in prompts.
+            next_BT = torch.full_like(batch.labels, IGNORE_INDEX)
+            next_BT[:, :-1] = batch.labels[:, 1:]
+            labels_N = next_BT[batch.attention_mask != 0].cpu()
             known_N = labels_N != IGNORE_INDEX
             rows_NK = head.rows[known_N.to(head.rows.device)]
             if head.weight is None:
@@ -111,13 +114,6 @@ def see(model: PreTrainedModel, batches: Sequence[Batch], name: str) -> list[See
                 left -= rows_NK.numel()
             seen.append(Seen(HeadInputs(rows_NK.cpu(), head.weight, head.bias), labels_N[known_N][: len(rows_NK)]))
     return seen
-
-
-def _next_tokens(batch: Batch) -> Tensor:
-    """Return the label that each real token predicts, (N,); IGNORE_INDEX where none is learned, as in prompts."""
-    next_BT = torch.full_like(batch.labels, IGNORE_INDEX)
-    next_BT[:, :-1] = batch.labels[:, 1:]
-    return next_BT[batch.attention_mask != 0].cpu()
 
 
 @torch.no_grad()

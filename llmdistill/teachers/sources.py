@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.teacher import OneTeacher, TeacherConfig
+from llmdistill.config.teacher import TeacherConfig
 from llmdistill.errors import UserError
 from llmdistill.plugins import load_plugins
 from llmdistill.teachers.cache.teacher import CachedSource
@@ -33,15 +33,14 @@ def source_of(teacher: TeacherConfig, *, translates: bool = False) -> TeacherSou
     elif teacher.url is not None:
         source = ServerSource()
     else:
-        parts = {name: _source_of_one(name, one) for name, one in teacher.everyone.items()}
+        parts = dict[str, TeacherSource]()
+        for name, one in teacher.everyone.items():
+            if one.cache is not None:
+                parts[name] = CachedSource(name)
+            else:
+                parts[name] = TensorParallelSource() if one.sharding == "tensor" else LiveSource(name)
         source = parts[""] if len(parts) == 1 else SeveralSource(parts)
     return TranslatedSource(source) if translates else source
-
-
-def _source_of_one(name: str, teacher: OneTeacher) -> TeacherSource:
-    if teacher.cache is not None:
-        return CachedSource(name)
-    return TensorParallelSource() if teacher.sharding == "tensor" else LiveSource(name)
 
 
 # Last, because the packages import the names above. "server" was the name of ServerSource in this table, before

@@ -152,8 +152,14 @@ class TensorParallelTeacher(Teacher):
         joint = dict[str, Tensor | None]()
         for name in ("input_ids", "attention_mask", "token_type_ids", "position_ids"):
             own = getattr(batch, name)
-            # All ranks have the tensor or none has: that depends on the run's settings.
-            joint[name] = None if own is None else self._gather(own, longest, most, sizes)
+            if own is None:  # all ranks have the tensor or none has: that depends on the run's settings
+                joint[name] = None
+                continue
+            # All ranks send tensors of one shape, of which each takes the rows that are no padding.
+            padded = functional.pad(own, (0, longest - length, 0, most - size)).contiguous()
+            parts = [torch.empty_like(padded) for _ in sizes]
+            dist.all_gather(parts, padded, group=self._group)
+            joint[name] = torch.cat([part[:rows] for part, rows in zip(parts, sizes, strict=True)])
         mask = joint["attention_mask"]
         assert mask is not None
         paddings = {each[2] for each in shapes} | ({"right"} if len({each[1] for each in shapes}) > 1 else set())
@@ -175,14 +181,6 @@ class TensorParallelTeacher(Teacher):
             padding=padding,
             sequences=SequencesOfRows.of(mask.cpu()).to(mask.device) if needs_sequences else None,
         )
-
-    def _gather(self, own_BT: Tensor, longest: int, most: int, sizes: Sequence[int]) -> Tensor:
-        """Return a tensor (B, T) of all ranks, of which the one of rank r has sizes[r] rows; the padding is 0."""
-        size, length = own_BT.shape
-        own = functional.pad(own_BT, (0, longest - length, 0, most - size)).contiguous()
-        parts = [torch.empty_like(own) for _ in sizes]
-        dist.all_gather(parts, own, group=self._group)
-        return torch.cat([part[:rows] for part, rows in zip(parts, sizes, strict=True)])
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -122,20 +122,27 @@ def _batches_of_run(plan: Plan, data: TaskData) -> tuple[list[Batch], list[Batch
     return calibration_batches(plan.config, plan.models, own)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataOutsideRuns:
+    """The calibration data of a model that no run trains."""
+
+    data: Data
+    limits: Mapping[str, Any]
+    """prompt, max_prompt_length, max_length and long_prompts, where they differ from their defaults."""
+    needs_held_out: bool
+    """Whether the held-out batches are read even if kept statistics need no data."""
+
+
 def measure_weights_on(
-    data: Data,
+    given: DataOutsideRuns,
     loaded: LoadedModel,
     student: StudentConfig,
-    limits: Mapping[str, Any],
     device: torch.device | None,
     origin: Path | str | None,
-    *,
-    held_out: bool = False,
 ) -> tuple[WeightedFactors, Sequence[Batch]]:
-    """Weigh the factorization of a dense model by data, outside of a run, and return the held-out batches too if asked.
+    """Weigh the factorization of a dense model by data, outside of a run; also return the held-out batches, if needed.
 
-    The model is moved to `device` for the forward passes, and back; by default it stays. `limits` are prompt,
-    max_prompt_length, max_length and long_prompts, where they differ from their defaults. `origin`, the folder or name
+    The model is moved to `device` for the forward passes, and back; by default it stays. `origin`, the folder or name
     of model and tokenizer, identifies kept statistics; a model in memory has none, and its content identifies it.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -143,11 +150,11 @@ def measure_weights_on(
         tokenizer.save_pretrained(folder)
         words = fingerprint(folder)
         model.config.save_pretrained(folder)  # says which tokens have an embedding
-        file = data_file(data, Path(folder), name="calibration")
+        file = data_file(given.data, Path(folder), name="calibration")
         positions = max_positions(model.config, DataConfig().max_length)
         usual = {"max_length": positions, "max_prompt_length": min(DataConfig().max_prompt_length, positions - 1)}
-        of_data = {"train": file, "kind": kind_of(data), "tests": {}}
-        data_config = with_values(DataConfig(), {**usual, **of_data, **limits}, key="")
+        of_data = {"train": file, "kind": kind_of(given.data), "tests": {}}
+        data_config = with_values(DataConfig(), {**usual, **of_data, **given.limits}, key="")
         make_task(RunConfig(ds_config="", data=data_config)).check_positions(
             "model", type(model).__name__, model.config
         )
@@ -186,7 +193,7 @@ def measure_weights_on(
         finally:
             moved.to(own)
         _say_which_allocation(factors, aside=True)
-        return factors, read()[1] if held_out else ()
+        return factors, read()[1] if given.needs_held_out else ()
 
 
 def _open_saved(config: RunConfig, teacher: Callable[[], str], dtype: torch.dtype) -> Callable[[], SavedFactors] | None:

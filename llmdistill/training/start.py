@@ -38,7 +38,11 @@ class Settled:
 
 def settle(config: RunConfig, teacher: PreTrainedConfig) -> Settled:
     """Return a run with every default settled: as its folder has recorded it, or else by its models and data."""
-    student, record = config.student, _recorded(config)
+    student, record = config.student, None
+    if config.output_dir is not None:
+        # What is wrong with a damaged record is said where the run claims its folder.
+        run, _ = find_record(Path(config.output_dir) / RUN_FILE, {"config": dict})
+        record = None if run is None else run["config"]
     factorize, notes = student.factorize, list[str]()
     if not student.weighs_by_default:
         factorize = _fill(factorize, {})
@@ -47,18 +51,15 @@ def settle(config: RunConfig, teacher: PreTrainedConfig) -> Settled:
     else:
         factorize, why = choose_start(factorize, teacher, config.data.max_length)
         notes = [_describe(factorize, why)]
-    held_out = config.data.held_out
-    if held_out is None:
-        held_out = _held_out(config) if record is None else record.get("data", {}).get("held_out", 0)
-    data = replace(config.data, held_out=held_out)
-    return Settled(replace(config, student=replace(student, factorize=factorize), data=data), notes)
-
-
-def _held_out(config: RunConfig) -> float:
-    """Return the share of the rows that a run holds out by default."""
     data = config.data
-    has_rows = data.kind == "instructions" and not data.streaming and data.valid is None
-    return HELD_OUT if has_rows and METHODS[config.method].trains else 0
+    held_out = data.held_out
+    if held_out is None and record is not None:
+        held_out = record.get("data", {}).get("held_out", 0)
+    elif held_out is None:
+        has_rows = data.kind == "instructions" and not data.streaming and data.valid is None
+        held_out = HELD_OUT if has_rows and METHODS[config.method].trains else 0
+    data = replace(data, held_out=held_out)
+    return Settled(replace(config, student=replace(student, factorize=factorize), data=data), notes)
 
 
 def usual_examples(max_length: int) -> int:
@@ -133,12 +134,3 @@ def _fill(settings: FactorizeConfig, record: Mapping[str, Any]) -> FactorizeConf
     calibration = settings.calibration
     calibration = replace(calibration, **settled(calibration, record.get("calibration", {})))
     return replace(settings, calibration=calibration, **settled(settings, record))
-
-
-def _recorded(config: RunConfig) -> Mapping[str, Any] | None:
-    """Return the settings that the run's folder has recorded; None if it holds no run."""
-    if config.output_dir is None:
-        return None
-    # What is wrong with a damaged record is said where the run claims its folder.
-    record, _ = find_record(Path(config.output_dir) / RUN_FILE, {"config": dict})
-    return None if record is None else record["config"]

@@ -74,23 +74,39 @@ def of_features() -> dict[str, list[str]]:
     }
 
 
-def wide_functions() -> list[str]:
-    return [f"{place(p, f)} {f.name}" for p, f in functions() if len(parameters(f)) >= PARAMETERS]
+def wide_functions() -> tuple[list[str], list[str]]:
+    """The functions with many parameters, and those of them that are kernels, which programs call and no reader."""
+    wide = [(p, f) for p, f in functions() if len(parameters(f)) >= PARAMETERS]
+    kernels = [(p, f) for p, f in wide if any("triton.jit" in ast.unparse(each) for each in f.decorator_list)]
+    return [f"{place(p, f)} {f.name}" for p, f in wide], [f"{place(p, f)} {f.name}" for p, f in kernels]
 
 
 def with_world() -> list[str]:
     return [f"{place(p, f)} {f.name}" for p, f in functions() if "world" in parameters(f)]
 
 
-def private_once() -> tuple[list[str], int]:
-    """The private functions and methods that one place of the package uses, and the number of all private ones."""
-    used = Counter[str]()
+def private_once() -> tuple[list[str], list[str], int]:
+    """The private functions and methods that one place of the package uses, those that it calls, and the number of all.
+
+    The others of the first list cannot be inlined: they are handed over, as a hook, an entry of a table or the work of
+    a rank, or a decorator caches them or makes them a context.
+    """
+    used, called = Counter[str](), Counter[str]()
     for path in FILES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-                used[node.id if isinstance(node, ast.Name) else node.attr] += 1
+                used[name_of(node)] += 1
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                called[name_of(node.func)] += 1
     private = [(p, f) for p, f in functions() if f.name.startswith("_") and not f.name.startswith("__")]
-    return [f"{place(p, f)} {f.name}" for p, f in private if used[f.name] == 1], len(private)
+    once = [(p, f) for p, f in private if used[f.name] == 1]
+    inline = [(p, f) for p, f in once if called[f.name] == 1 and not f.decorator_list]
+    names, inlinable = ([f"{place(p, f)} {f.name}" for p, f in each] for each in (once, inline))
+    return names, inlinable, len(private)
+
+
+def name_of(node: ast.Name | ast.Attribute) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr
 
 
 def room(module: str) -> str:
@@ -244,14 +260,17 @@ def calls() -> dict[str, list[str]]:
 
 def measure() -> dict[str, list[str]]:
     """The figures, each as the list of what is counted."""
-    once, private = private_once()
+    once, inline, private = private_once()
+    wide, kernels = wide_functions()
     start = next((each for each in ("training/job.py", "run/job.py") if (PACKAGE / each).is_file()), "")
     return {
         "files": [place(path) for path in FILES],
         **of_features(),
-        f"functions with {PARAMETERS} or more parameters": wide_functions(),
+        f"functions with {PARAMETERS} or more parameters": wide,
+        "of these Triton kernels": kernels,
         "functions that take world": with_world(),
         f"private functions used once (of {private})": once,
+        "of these called there, and not decorated": inline,
         "circles of rooms": circles(),
         **homes(),
         "private names of other libraries": private_attributes(),
