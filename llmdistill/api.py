@@ -152,8 +152,8 @@ def compress(
         held_out: Sequence[Batch] = ()
         if chosen.is_weighted and data is not None:
             words = LoadedModel(model=teacher, tokenizer=tokenizer_of(model, tokenizer))
-            read = DataOutsideRuns(data=data, limits=limits, needs_held_out=is_compared)
-            weighted, held_out = measure_weights_on(read, words, made_by, on, origin)
+            given = DataOutsideRuns(data=data, limits=limits, needs_held_out=is_compared)
+            weighted, held_out = measure_weights_on(given, words, made_by, on, origin)
         texts = first_tokens(held_out or sample_texts(teacher)) if is_compared else []
         theirs = see(teacher, texts, "teacher") if texts else []
         student = teacher
