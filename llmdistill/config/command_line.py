@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast, get_args
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from llmdistill.config import DataConfig, RunConfig, TrainConfig, overrides
-from llmdistill.config.flags import actions, is_list, type_of
 from llmdistill.config.foreign import our_name
 from llmdistill.config.help import find_help_topic, help_of, hide_stubs
 from llmdistill.config.marks import VALUES, check_taken, settings_of
@@ -26,6 +25,7 @@ from llmdistill.config.methods import MethodTable
 from llmdistill.config.recipes import read_layers, recipe_names, recipe_path
 from llmdistill.config.strict import check_keys, check_plain, did_you_mean, flatten, one_sentence
 from llmdistill.errors import FieldError, UserError
+from llmdistill.internals.parser_names import actions, is_list, type_of
 from llmdistill.memo import cached_by
 
 DEFAULT_RECIPE = "quickstart"

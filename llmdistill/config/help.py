@@ -11,10 +11,10 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from llmdistill.config import RunConfig
-from llmdistill.config.flags import actions
 from llmdistill.config.marks import find_marked
 from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
+from llmdistill.internals.parser_names import actions
 
 ALL = "all"
 COMBINATIONS = "combinations"

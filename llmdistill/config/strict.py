@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.flags import actions, type_of
 from llmdistill.config.foreign import our_name
 from llmdistill.errors import UserError
+from llmdistill.internals.parser_names import actions, type_of
 
 
 def check_keys(parser: ArgumentParser, keys: Iterable[str], *, where: str = "", prefix: str = "") -> None:

@@ -5,9 +5,12 @@ Tried with torch 2.10 and 2.13; `tests/unit/test_internals.py` says which name i
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves
 from torch.utils._triton import has_triton
@@ -36,6 +39,25 @@ def is_view(tensor: torch.Tensor) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """Return a number that grows with each change of a tensor in place."""
     return int(tensor._version)
+
+
+def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters and the buffers that a module itself has, by name; a change of these dicts changes it."""
+    return module._parameters, module._buffers
+
+
+def copy_module(module: nn.Module, tensor: Callable[[Any], Any], child: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Return a copy of a module with its hooks; `tensor` and `child` make its parameters, buffers and modules."""
+    copied = copy.copy(module)
+    for name, make in (("_parameters", tensor), ("_buffers", tensor), ("_modules", child)):
+        own = {key: None if each is None else make(each) for key, each in vars(module)[name].items()}
+        vars(copied)[name] = own
+    return copied
+
+
+def add_in_place(sums: list[torch.Tensor], addends: list[torch.Tensor]) -> None:
+    """Add a tensor to each of several ones in place; a GPU does them all in a few launches."""
+    torch._foreach_add_(sums, addends)
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:

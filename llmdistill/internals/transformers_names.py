@@ -67,8 +67,8 @@ def leave_out_of_files(model: Any, names: Iterable[str]) -> None:
 
 
 def checkpointing_function(layer: Any) -> Any:
-    """Return what recomputes the activations of a layer in the backward pass; checkpointing must be on."""
-    return layer._gradient_checkpointing_func
+    """Return what recomputes the activations of a layer in the backward pass; None before checkpointing is on."""
+    return getattr(layer, "_gradient_checkpointing_func", None)
 
 
 def model_class(auto_class: Any, config: Any) -> Any:

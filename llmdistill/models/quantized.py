@@ -21,6 +21,7 @@ from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
 from llmdistill.config.student import QuantizeConfig
 from llmdistill.errors import UserError, install_command
+from llmdistill.internals.torch_names import own_tensors
 from llmdistill.internals.transformers_names import set_weight_conversions, weight_conversions
 from llmdistill.models.general import in_lists
 from llmdistill.models.student_form import SavedSize, StudentForm, is_size
@@ -73,7 +74,7 @@ def rounded_embeddings(model: PreTrainedModel) -> list[str]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     chosen: list[nn.Module] = [embedding] if type(embedding) is nn.Embedding else []
-    table = getattr(embedding, "_parameters", {}).get("weight")
+    table = None if embedding is None else own_tensors(embedding)[0].get("weight")
     if type(head) is nn.Linear and (chosen or head.weight is not table):
         chosen.append(head)
     return [names[module] for module in chosen]
@@ -216,7 +217,7 @@ def _quantized_modules(model: nn.Module) -> list[tuple[nn.Module, Any]]:
         (module, module.weight)
         for module in model.modules()
         # Not module.weight, for which a factorized linear would multiply its factors out.
-        if _is_torchao(getattr(module, "_parameters", {}).get("weight"))
+        if _is_torchao(own_tensors(module)[0].get("weight"))
     ]
 
 

@@ -8,7 +8,6 @@ compiled; they are single kernels already.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from llmdistill.errors import UserError
-from llmdistill.internals.torch_names import has_triton, mark_dynamic, tree_leaves
+from llmdistill.internals.torch_names import copy_module, has_triton, mark_dynamic, own_tensors, tree_leaves
 from llmdistill.internals.transformers_names import checkpointing_function
 from llmdistill.models.families import layers_of
 from llmdistill.runtime.devices import has_compiler
@@ -73,18 +72,10 @@ class _Body(nn.Module):
 
 def _without_tensors(module: nn.Module) -> nn.Module:
     """Return a copy of a module that has its hooks, and tensors without memory."""
-    copied = copy.copy(module)
-    vars(copied).update(
-        _parameters={key: _to_meta(value) for key, value in module._parameters.items()},
-        _buffers={key: _to_meta(value) for key, value in module._buffers.items()},
-        _modules={key: None if child is None else _without_tensors(child) for key, child in module._modules.items()},
-    )
-    return copied
+    return copy_module(module, _to_meta, _without_tensors)
 
 
-def _to_meta(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
+def _to_meta(tensor: Tensor) -> Tensor:
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
@@ -146,7 +137,7 @@ def _run_by(compiled: Callable[..., Any], layer: nn.Module, index: int, recorder
     owners = [
         (f"layer.{path}.{name}" if path else f"layer.{name}", owned, name)
         for path, module in layer.named_modules()
-        for owned in (module._parameters, module._buffers)
+        for owned in own_tensors(module)
         for name, tensor in owned.items()
         if tensor is not None
     ]

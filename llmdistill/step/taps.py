@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from llmdistill.attention_mask import AttentionMask
 from llmdistill.batch import Aspect, TapRequest, Taps
 from llmdistill.errors import UserError
+from llmdistill.internals.transformers_names import checkpointing_function
 from llmdistill.losses.terms import Tap
 from llmdistill.models.families import family_of, layers_of, shape_of
 from llmdistill.step.attention import AttentionTap, MaskMode
@@ -268,7 +269,7 @@ class Recorder:
         taps would silently be lost.
         """
         layers = [layer for layer in layers_of(self.model) if getattr(layer, "gradient_checkpointing", False)]
-        functions = [getattr(layer, "_gradient_checkpointing_func", None) for layer in layers if layer.training]
+        functions = [checkpointing_function(layer) for layer in layers if layer.training]
         # Checkpointing acts in training mode alone, and transformers sets the function on the layer itself.
         if not torch.is_grad_enabled() or not functions:
             return False

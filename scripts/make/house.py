@@ -170,6 +170,10 @@ def private_attributes() -> list[str]:
             is_private = isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr) and node.attr not in own
             if is_private and node.attr not in ("_replace", "_asdict", "_fields", "_exit"):  # documented all the same
                 found.append(f"{place(path, node)} {ast.unparse(node)}")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+                named = ast.unparse(node.args[1]).strip("'")
+                if re.match(r"_[a-z]", named) and named not in own:
+                    found.append(f"{place(path, node)} {ast.unparse(node)}")
             elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("llmdistill"):
                 names = [each.name for each in node.names if each.name.startswith("_") or "._" in f".{node.module}"]
                 found += [f"{place(path, node)} {node.module}.{name}" for name in names if node.module != "__future__"]

@@ -34,7 +34,7 @@ FORBIDDEN = {
     **{name: PARTS | ABOVE_PARTS | LOWEST - {"errors"} for name in LOWEST},
     "artifacts": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files", "fingerprints"},
     "batch": PARTS | ABOVE_PARTS | LOWEST - {"errors", "attention_mask"},
-    "config": PARTS | ABOVE_PARTS | LOWEST - {"errors", "memo"},
+    "config": PARTS | ABOVE_PARTS | LOWEST - {"errors", "internals", "memo"},
     "fingerprints": PARTS | ABOVE_PARTS | LOWEST - {"errors", "files"},
     "objective": PARTS | ABOVE_PARTS | LOWEST - {"errors", "batch"},
     "messages": PARTS | ABOVE_PARTS | LOWEST - {"errors", "progress"},

@@ -1,23 +1,48 @@
-"""The names of torch, transformers and DeepSpeed that are not public, and that `internals/*_names.py` rely on."""
+"""The private names of torch, transformers, DeepSpeed and parsers that `internals/*_names.py` rely on."""
 
 import importlib
 import inspect
+import runpy
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llmdistill.internals import deepspeed_names, torch_names, transformers_names
+from llmdistill.internals import deepspeed_names, parser_names, torch_names, transformers_names
+
+from support import ROOT
 
 TRIED = {
     "torch": "internals/torch_names.py was tried with torch 2.10 and 2.13",
     "transformers": "internals/transformers_names.py was tried with transformers 5.23",
     "deepspeed": "internals/deepspeed_names.py was tried with DeepSpeed 0.19.8",
+    "parsers": "internals/parser_names.py was tried with jsonargparse 4.49 and 4.53 on Python 3.11",
 }
+
+
+def test_no_other_file_knows_a_private_name():
+    house = runpy.run_path(str(ROOT / "scripts" / "make" / "house.py"))
+    places = house["private_attributes"]()
+    assert len(places) > 20
+    assert [each for each in places if not each.startswith("llmdistill/internals/")] == []
+
+
+def test_parsers_list_their_flags_and_types():
+    parser = ArgumentParser()
+    hints = {"number": int | None, "names": list[str], "maybe": list[int] | None, "text": list[str] | str}
+    added = [parser.add_argument(f"--{name}", type=hint) for name, hint in hints.items()]
+    assert hasattr(parser, "_actions"), f"ArgumentParser has no _actions any more; {TRIED['parsers']}"
+    assert hasattr(added[0], "_typehint"), f"an action has no _typehint any more; {TRIED['parsers']}"
+    of_name = {action.dest: action for action in parser_names.actions(parser)}
+    assert of_name.keys() == {"help", *hints}
+    assert {name: parser_names.type_of(of_name[name]) for name in hints} == hints
+    assert parser_names.type_of(of_name["help"]) is None
+    assert [name for name, action in of_name.items() if parser_names.is_list(action)] == ["names", "maybe"]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +80,31 @@ def test_tensors_tell_views_and_changes():
     assert (torch_names.is_view(tensor), torch_names.is_view(tensor[0])) == (False, True), TRIED["torch"]
     tensor.add_(1)
     assert torch_names.version_of(tensor) > before, TRIED["torch"]
+
+
+def test_modules_are_copied_without_their_tensors():
+    module, said = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False)), TRIED["torch"]
+    parameters, buffers = torch_names.own_tensors(module[0])
+    assert (parameters.keys(), buffers.keys()) == (
+        {"weight", "bias"},
+        {"running_mean", "running_var", "num_batches_tracked"},
+    ), said
+
+    def copied(each):
+        return torch_names.copy_module(each, lambda tensor: torch.zeros_like(tensor), copied)
+
+    other = copied(module)
+    assert [name for name, _ in other.named_modules()] == [name for name, _ in module.named_modules()], said
+    assert other.state_dict().keys() == module.state_dict().keys(), said
+    assert other[1].bias is None, said
+    assert not any(tensor.any() for tensor in other.state_dict().values()), said
+    assert module[1].weight.all(), f"the module itself has changed; {said}"
+
+
+def test_tensors_are_added_in_place():
+    sums = [torch.ones(2), torch.ones(3, dtype=torch.float64)]
+    torch_names.add_in_place(sums, [torch.full((2,), 2.0), torch.full((3,), 3.0, dtype=torch.float64)])
+    assert [each.tolist() for each in sums] == [[3.0] * 2, [4.0] * 3], TRIED["torch"]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +151,7 @@ def test_transformers_reads_what_is_set(model, tmp_path):
 
     layer = model.model.layers[0]
     assert isinstance(layer, GradientCheckpointingLayer)
+    assert internals.checkpointing_function(layer) is None, said
     model.gradient_checkpointing_enable()
     assert callable(internals.checkpointing_function(layer)), said
 

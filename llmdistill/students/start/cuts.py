@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
-from llmdistill.internals.torch_names import version_of
+from llmdistill.internals.torch_names import add_in_place, version_of
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
@@ -174,7 +174,7 @@ class _LossSums(HookSums):
             # A cut to a rank loses all factors from this one on; the smallest are added first.
             lost_PBk = moved_PBk.flip(2).cumsum(2).flip(2)
             own = list((lost_PBk.square().sum(1) / 2).unbind())
-            torch._foreach_add_([self.losses[name][:-1] for name in names], own)
+            add_in_place([self.losses[name][:-1] for name in names], own)
         self._moved.clear()
 
 

@@ -1,6 +1,6 @@
 """The flags of a parser, of which argparse has no public list, and the types that jsonargparse keeps of them.
 
-Tried with Python 3.11 and jsonargparse 4.49 and 4.53; `tests/unit/config/test_flags.py` holds what both must have.
+Tried with Python 3.11 and jsonargparse 4.49 and 4.53; `tests/unit/test_internals.py` says which name is gone.
 """
 
 from __future__ import annotations
