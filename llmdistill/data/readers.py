@@ -241,7 +241,8 @@ def _name_cells(path: Path, records: Iterator[tuple[list[str], int]]) -> Rows:
 def read_benchmark_tsv(path: Path, *, header: Sequence[str] | None = None) -> Rows:
     """Yield the rows of a benchmark's table with tabs between its cells and no quoting; each place is file:line.
 
-    The first line is the header unless one is given. A row may lack its last cells.
+    The first line is the header unless one is given. A row may lack its last cells. The csv loader of `datasets` reads
+    the same rows with quoting off, but copies them to the disk and tells no line.
     """
     lines = text_lines(path, newline="\n")
     first = 1 if header else 2

@@ -22,7 +22,7 @@ def check_ds_config(resolved: dict[str, Any], path: str) -> None:
     DeepSpeed ignores unknown keys at some depths, and finds some errors only when it makes the optimizer, after the
     teacher is scored. This function loads DeepSpeed.
     """
-    with _quiet():
+    with quiet_deepspeed():
         from deepspeed.runtime.config import DeepSpeedConfig
 
         _validate(_top_level(), resolved, path)
@@ -44,17 +44,17 @@ def compiles_optimizer(resolved: dict[str, Any]) -> bool:
 
 def check_zero(settings: dict[str, Any], where: str) -> None:
     """Raise a UserError if DeepSpeed does not know a key of zero_optimization, or refuses its value; see above."""
-    with _quiet():
+    with quiet_deepspeed():
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
         _validate(DeepSpeedZeroConfig, settings, where)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide what DeepSpeed logs: it writes to stdout, also when it is imported."""
+def quiet_deepspeed(level: int = logging.WARNING) -> Iterator[None]:
+    """Hide what DeepSpeed logs up to a level: it writes to stdout, also when it is imported."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(level)
     try:
         yield
     finally:

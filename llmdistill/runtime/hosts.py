@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import logging
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from llmdistill.errors import UserError
+from llmdistill.runtime.ds_check import quiet_deepspeed
 
 _ANSWER_SECONDS = 10
 """How long a host may take to answer."""
-_ENTRY = re.compile(r"(\S+)\s+slots=\d+")
 
 
 def check_hosts(flags: Sequence[str]) -> None:
@@ -45,30 +45,22 @@ def check_hosts(flags: Sequence[str]) -> None:
 
 
 def read_hosts(file: Path) -> list[str]:
-    """Return the names in a hostfile, whose lines are `NAME slots=GPUS`, a comment (#) or empty.
+    """Return the names in a hostfile, as DeepSpeed reads it: lines `NAME slots=GPUS`, comments (#) and empty ones.
 
-    Raises UserError if the file does not exist, or a line has another form or repeats a name.
+    Raises UserError if there is no such file, which DeepSpeed would pass over, or DeepSpeed refuses it.
     """
+    remedy = "write a line such as 'node1 slots=8' for each node, and each node once"
     if not file.is_file():
-        raise UserError(f"--hostfile {file}: there is no such file; write a line such as 'node1 slots=8' for each node")
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"--hostfile {file}: not UTF-8 text: fix or replace it") from error
-    hosts: list[str] = []
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if not text or text.startswith("#"):
-            continue
-        entry = _ENTRY.match(text)
-        if entry is None:
-            raise UserError(f"{file}:{number}: {text!r} is no host: write its name and its GPUs, such as node1 slots=8")
-        if entry[1] in hosts:
-            raise UserError(f"{file}:{number}: {entry[1]} is there twice: give each node one line with all its slots")
-        hosts.append(entry[1])
-    if not hosts:
-        raise UserError(f"--hostfile {file}: it names no host; write a line such as 'node1 slots=8' for each node")
-    return hosts
+        raise UserError(f"--hostfile {file}: there is no such file; {remedy}")
+    with quiet_deepspeed(logging.ERROR):  # it logs the whole file
+        from deepspeed.launcher.runner import fetch_hostfile
+
+        try:
+            return list(fetch_hostfile(str(file)))
+        except UnicodeDecodeError as error:
+            raise UserError(f"--hostfile {file}: not UTF-8 text: fix or replace it") from error
+        except ValueError as error:
+            raise UserError(f"--hostfile {file}: {str(error).partition(', unable')[0]}; {remedy}") from error
 
 
 def _ask(host: str) -> str | None:

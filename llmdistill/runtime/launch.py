@@ -159,6 +159,7 @@ def launched_ranks_of_node() -> int:
 def rank_of_task(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank for one of several tasks of srun, and nothing for any other process.
 
+    torch reads these variables only, and DeepSpeed asks mpi4py where they are missing, which few clusters have.
     Only the variables of a step count. Those of the job (SLURM_NTASKS) exist in a batch script too, which is no task.
     Rank 0 runs on the first node of the step. MASTER_ADDR and MASTER_PORT are kept if the user has set them.
     """
@@ -189,7 +190,7 @@ def rank_of_task(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that no process uses."""
+    """Return a port of this machine that no process uses; torch's function for it would load torch in the launcher."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -215,6 +216,7 @@ def is_busy(port: int) -> bool:
 def prepare_joining(gpus: int | None) -> None:
     """Check what the launcher has said, and choose the network interface on which ranks of several nodes talk.
 
+    Without this torch waits the whole timeout for an address that has no meaning, and gloo may take the loopback.
     `gpus` is the number of GPUs that this process sees; None if the run uses the CPU. Raises UserError if the address
     of rank 0 has no meaning on this node, or this rank has no GPU.
     """
@@ -265,6 +267,7 @@ def _own_address(other: str) -> str | None:
 def joining(timeout: timedelta) -> Iterator[None]:
     """Join the process group in this block: the first rank of a node says after half a minute that others are missing.
 
+    torch waits in silence until the timeout, and its error names neither the rank nor a remedy.
     Raises UserError if another process listens on the port of rank 0, if ranks are still missing after the timeout, or
     if the ranks cannot connect to each other.
     """

@@ -20,7 +20,8 @@ class NodeRanks:
 
     They share a file without a name, which stays when one of their processes ends and goes with the last one.
     DeepSpeed's launcher tells neither which rank has failed nor that one was killed, and torch's `monitored_barrier`
-    names only the address of a connection that a killed rank has closed.
+    names only the address of a connection that a killed rank has closed. torch's store ends with rank 0, so it cannot
+    tell who was the first to speak.
     """
 
     def __init__(self, group: Any) -> None:

@@ -245,9 +245,9 @@ def test_only_hosts_of_the_run_are_asked(hostfile, asked, flags, expected):
 def test_bad_hostfiles(tmp_path):
     refuses("there is no such file", read_hosts, tmp_path / "hosts")
     for text, said in (
-        ("node1 slots=8\nnode2 8\n", "hosts:2: 'node2 8' is no host"),
-        ("node1 slots=8\nnode1 slots=8\n", "hosts:2: node1 is there twice"),
-        ("# none\n", "it names no host"),
+        ("node1 slots=8\nnode2 8\n", "hosts: Hostfile contains a bad entry: node2 8; write a line such as"),
+        ("node1 slots=8\nnode1 slots=8\n", "hosts: Hostfile contains multiple entries for node1; write"),
+        ("# none\n", "hosts: Hostfile is empty or not formatted correctly; write"),
     ):
         (tmp_path / "hosts").write_text(text)
         refuses(said, read_hosts, tmp_path / "hosts")
