@@ -60,6 +60,7 @@ def test_own_logits_of_a_student_beside_a_capped_teacher_on_all_ranks_and_after_
 @pytest.mark.slow
 def test_factorized_experts_learn_on_two_ranks_as_on_one(launch, folders, tmp_path):
     arguments = (*SETTINGS, "--teacher.model", str(folders["qwen3_moe"]), "--student.factorize.rank", "4")
+    arguments += ("--student.factorize.weighting", "none")
     one, two = tmp_path / "one", tmp_path / "two"
     launch(*arguments, "--ds_config", "zero1", "--output_dir", str(one))
     launch(*arguments, "--ds_config", "zero3", "--output_dir", str(two), ranks=2)
@@ -82,6 +83,7 @@ def test_gpt2_on_real_data_end_to_end(launch, real_data, tmp_path):
     words = ("--teacher.model", str(teacher), "--student.factorize.target_params", "99%", "--data.train", seed_tasks)
     words += ("--data.long_prompts", "drop", "--data.max_length", "300", "--data.tests", "{}", "--train.steps", "5")
     words += ("--train.global_batch_size", "4", "--train.learning_rate", "1e-3", "--train.log_every", "1")
+    words += ("--student.factorize.calibration.examples", "8", "--student.factorize.calibration.micro_batch_size", "4")
     ran = launch(*words, "--ds_config", "zero3", "--output_dir", str(folder), ranks=2)
     assert "170 examples: 5 dropped for a long prompt" in ran.stdout
     losses = logged(folder, "loss")

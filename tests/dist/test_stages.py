@@ -22,8 +22,9 @@ def settings(tmp_path_factory):
     save_bert(teacher, TOKENS, BertForPreTraining, initializer_range=0.4)
     save_tokenizer(teacher, TOKENS, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
     write_task(folder, "STS-B", {"train": 29, "dev": 13})
-    words = f"""--teacher.model {teacher} --student.factorize.rank 6 --method kroneckerbert --data.kind text
-    --data.train {write_text(folder / "text.txt")} --data.max_length 32 --data.cache_dir {folder / "cache"}
+    words = f"""--teacher.model {teacher} --student.factorize.rank 6 --student.factorize.weighting none
+    --method kroneckerbert --data.kind text --data.train {write_text(folder / "text.txt")} --data.max_length 32
+    --data.cache_dir {folder / "cache"}
     --train.steps 3 --train.global_batch_size 8 --train.learning_rate 2e-3 --train.dtype fp32
     --tasks.names sts-b --tasks.data_dir {folder} --tasks.rows two_stages,no_pretraining,no_kd --tasks.protocol custom
     --tasks.learning_rates 3e-3 --tasks.epochs 2 --tasks.batch_size 8 --tasks.max_length 16 --tasks.tsne true"""
