@@ -66,6 +66,11 @@ class RunConfig:
         """Return the names of all methods whose terms train the student."""
         return [self.method, *self.also]
 
+    def has(self, method: str, **values: Any) -> bool:
+        """Return whether a method trains the student with these values of its settings."""
+        own = self.method_settings.get(method)
+        return method in self.methods() and all(getattr(own, key, None) == value for key, value in values.items())
+
     def with_settings(self, method: str, **changes: Any) -> RunConfig:
         """Return the same run with some settings of a method changed."""
         changed = replace(self.method_settings[method], **changes)

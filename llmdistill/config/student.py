@@ -249,9 +249,14 @@ class StudentConfig:
         return "important" if self.init == "important" else "spread"
 
     @property
+    def is_factorized(self) -> bool:
+        """Whether the student is made of the teacher's matrices."""
+        return self.model is None and self.shape is None
+
+    @property
     def weighs_by_default(self) -> bool:
         """Whether the run chooses how the teacher's matrices are weighted, which is by gradients where it can."""
-        return self.model is None and self.shape is None and self.method == "svd" and self.factorize.weighting is None
+        return self.is_factorized and self.method == "svd" and self.factorize.weighting is None
 
     @property
     def measures_importance(self) -> bool:

@@ -8,14 +8,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.random_streams import ANSWER, STEP_KIND
 from llmdistill.data.sampler import StepLoader
 from llmdistill.generation.decode import inference, new_tokens
+from llmdistill.generation.row_sampling import RowNoise
 
 
 class Prompt(NamedTuple):
@@ -118,23 +118,3 @@ class StudentWriter:
         with inference(model, settings):
             rows = new_tokens(model, [prompt.ids for prompt in prompts], settings, synced=self.synced, noise=noise)
         return [WrittenAnswer(row, []) for row in rows]
-
-
-class RowNoise(LogitsProcessor):
-    """Adds Gumbel noise to the logits: the argmax of logits + noise is a sample of the softmax at temperature 1.
-
-    Each row has its own random stream, so its sample does not depend on the other rows of the batch.
-    """
-
-    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
-        self._streams = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the logits of the next token, (B, V), with noise added."""
-        uniform_BV = torch.stack(
-            [torch.rand(scores.shape[-1], generator=stream, device=scores.device) for stream in self._streams]
-        )
-        # torch.rand may return 0, whose logarithm is -inf; both logarithms need an argument over 0.
-        tiny = torch.finfo(torch.float32).tiny
-        # Gumbel noise is -log(-log u).
-        return scores.float() - (-uniform_BV.clamp_min(tiny).log()).clamp_min(tiny).log()

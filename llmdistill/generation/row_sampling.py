@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llmdistill.generation.decode import Decoding, inference, new_tokens
-from llmdistill.generation.rollout import RowNoise
 from llmdistill.generation.vllm_engine import VllmEngine
 
 
@@ -59,6 +58,26 @@ class HuggingFaceRows:
         with inference(self.model, arguments):
             rows = new_tokens(self.model, prompt_ids, arguments, synced=False, noise=sampling)
         return [Sample(ids, nats) for ids, nats in zip(rows, sampling.nats_B.tolist(), strict=True)]
+
+
+class RowNoise(transformers.LogitsProcessor):
+    """Adds Gumbel noise to the logits: the argmax of logits + noise is a sample of the softmax at temperature 1.
+
+    Each row has its own random stream, so its sample does not depend on the other rows of the batch.
+    """
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self._streams = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the logits of the next token, (B, V), with noise added."""
+        uniform_BV = torch.stack(
+            [torch.rand(scores.shape[-1], generator=stream, device=scores.device) for stream in self._streams]
+        )
+        # torch.rand may return 0, whose logarithm is -inf; both logarithms need an argument over 0.
+        tiny = torch.finfo(torch.float32).tiny
+        # Gumbel noise is -log(-log u).
+        return scores.float() - (-uniform_BV.clamp_min(tiny).log()).clamp_min(tiny).log()
 
 
 class _Sampling(transformers.LogitsProcessor):

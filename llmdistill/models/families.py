@@ -257,6 +257,11 @@ class Shape:
     """Sliding attention window of each layer in tokens, including the token itself; None for full attention."""
 
 
+def has_own_masks(config: PreTrainedConfig) -> bool:
+    """Return whether the attention masks of a model are left to transformers, so that no rows can be packed."""
+    return not has_family(config) or family_of(config).makes_mask
+
+
 def has_family(config: PreTrainedConfig) -> bool:
     """Return whether the architecture of a config has an entry, which describes only layers of equal sizes.
 

@@ -8,7 +8,7 @@ is finished is kept, so that the same command goes on where it stopped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,14 +17,14 @@ from llmdistill.config import DataConfig, RunConfig, TaskConfig
 from llmdistill.config.command_line import build, build_checked, to_dict, with_values
 from llmdistill.config.side_by_side import ChunksConfig
 from llmdistill.config.strict import did_you_mean
-from llmdistill.config.tasks import FineTuningConfig, GridConfig, TasksConfig
+from llmdistill.config.tasks import FineTuningConfig, TasksConfig
 from llmdistill.data.references import text_files
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
 from llmdistill.papers import phrases
-from llmdistill.papers.fine_tuning.protocols import FineTuningProtocol, protocol_of
+from llmdistill.papers.fine_tuning.protocols import FineTuningProtocol, fine_tuning_values, protocol_of
 from llmdistill.papers.fine_tuning.results import dev_columns, tuned_entries
 from llmdistill.papers.fine_tuning.run import FineTuning
 from llmdistill.papers.published import Measured
@@ -177,16 +177,9 @@ class TableStudy(Study):
         if self.is_second_stage(key):
             run = build(changed_values(config, {"output_dir": str(self.trial(key).folder)}), RunConfig, METHODS)
             return SecondStage(title, {}, run.seed, run, row=self.tuned_folder(key), file=file)
-        values: dict[str, Any] = {field.name: getattr(config.tasks, field.name) for field in fields(GridConfig)}
-        values |= {
-            "tasks": self.names,
-            "model": self.model(key),
-            "output_dir": str(file.with_suffix("")),
-            "ds_config": config.ds_config,
-            "dtype": config.train.dtype,
-            "speed": False,
-            "trials_at_once": self.launcher.trials_at_once,
-        }
+        values = fine_tuning_values(config, self.names)
+        values |= {"model": self.model(key), "output_dir": str(file.with_suffix(""))}
+        values |= {"trials_at_once": self.launcher.trials_at_once}
         settings = build_checked(FineTuningConfig, values, METHODS, prefix="tasks.")
         return FineTuning(title, {}, config.seed, settings, launcher_flags=self.launcher.flags)
 

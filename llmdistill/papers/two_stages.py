@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from llmdistill.config import command_line
-from llmdistill.config.tasks import FineTuningConfig, GridConfig
+from llmdistill.config.tasks import FineTuningConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.methods.kroneckerbert import ffn_aspect
 from llmdistill.models.configs import load_config
 from llmdistill.models.tokenizer import check_tokens
-from llmdistill.papers.fine_tuning.protocols import BEST, teacher_of
+from llmdistill.papers.fine_tuning.protocols import BEST, fine_tuning_values, teacher_of
 from llmdistill.papers.fine_tuning.results import dev_columns, shown_metrics, tuned_entries
 from llmdistill.papers.fine_tuning.run import FineTuning, check_drawable, check_layer, fine_tune
 from llmdistill.papers.fine_tuning.task_study import TaskStudy
@@ -186,8 +186,7 @@ def _row_configs(plans: Sequence[Plan], tasks: list[str]) -> dict[str, FineTunin
     """
     plan, config = plans[-1], plans[-1].config
     settings, folder = config.tasks, plan.folder / "tasks"
-    shared: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(GridConfig)}
-    shared |= {"tasks": tasks, "ds_config": config.ds_config, "dtype": config.train.dtype, "speed": False}
+    shared = fine_tuning_values(config, tasks)
     # Without a teacher there is no classifier to copy.
     on_labels = {**shared, "method": "sft", "copy_classifier": None}
     teacher = str(folder / TEACHER) if settings.teacher is None else settings.teacher

@@ -109,6 +109,12 @@ class Method(Terms):
         """The kinds of positions at which terms use the teacher's logits for tokens; empty if none does."""
         return tuple(dict.fromkeys(term.positions for term in self.token_terms if term.needs_teacher))
 
+    @property
+    def compared_outputs(self) -> list[str]:
+        """The names of the terms that compare outputs of the teacher: of its LM head, or of its head for sequences."""
+        on_tokens = [term.name for term in self.token_terms if term.needs_teacher]
+        return on_tokens + [term.name for term in self.sequence_terms if term.needs_teacher]
+
     def token_terms_of(self, batch: Batch) -> list[losses.TokenTerm]:
         """Return the token terms by which a batch is learned: those that its labels are fit for."""
         fitting = (term.for_labels(batch.labels_are) for term in self.token_terms)

@@ -6,6 +6,7 @@ Only the teacher of the steps is rounded: its scores, the making of the student 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,8 @@ from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.taps import Recorder
+from llmdistill.teachers.live import LiveSource
+from llmdistill.teachers.source import LoadedTeacher, TeacherPlan, TeacherRun
 
 MOST_NATS = 1e-2
 """A divergence from the exact teacher above this is warned of, in nats a token."""
@@ -30,10 +33,22 @@ _FP8_CAPABILITY = (8, 9)
 """The first GPUs that multiply in fp8: L4, L40S; then H100."""
 
 
+@dataclass(frozen=True)
+class RoundedSource(LiveSource):
+    """Rounds a model, and runs it in the steps."""
+
+    def check_there(self, plan: TeacherPlan) -> None:
+        one = plan.models.teachers[self.name]
+        check_bits(f"{one.key}.quantize", one.settings.quantize, World.current().device)
+
+    def load(self, run: TeacherRun) -> LoadedTeacher:
+        teacher, one = super().load(run), run.plan.models.teachers[self.name]
+        round_teacher(teacher.model, f"{one.key}.quantize", one.settings.quantize, run.first_batch)
+        return teacher
+
+
 def check_bits(key: str, bits: TeacherBits, device: torch.device) -> None:
     """Raise a UserError if this machine cannot run a teacher with these weights; `key` is the setting."""
-    if bits == "none":
-        return
     check_torchao(f"{key} {bits}")
     has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
     if bits == "fp8" and not has_fp8:

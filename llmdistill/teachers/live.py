@@ -19,7 +19,6 @@ from llmdistill.runtime.ds_config import NO_TIMERS
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.lm_head import lm_head_parameters
 from llmdistill.step.tap_models import tap_teacher
-from llmdistill.teachers.few_bits import round_teacher
 from llmdistill.teachers.source import LoadedTeacher, ModelSource, ResolvedTeacher, TeacherPlan, TeacherRun
 
 
@@ -122,11 +121,12 @@ class LiveSource(ModelSource):
     def runs_here(self) -> bool:
         return True
 
+    def load(self, run: TeacherRun) -> LoadedTeacher:
+        """Return the model that runs in the steps; every rank calls it."""
+        return run.load(self.name)
+
     def build(self, run: TeacherRun) -> TappedModel:
-        teacher, plan = run.load(self.name), run.plan
-        resolved = plan.models.teachers[self.name]
-        if resolved.settings.quantize != "none":
-            round_teacher(teacher.model, f"{resolved.key}.quantize", resolved.settings.quantize, run.first_batch)
+        teacher, plan = self.load(run), run.plan
         return tap_teacher(
             plan.method,
             teacher.model,

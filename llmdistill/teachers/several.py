@@ -129,6 +129,10 @@ class SeveralSource(ModelSource):
         average = teacher.average.replace("_", " ")
         return f"{text}\n            the average of {average}, the first with weight {teacher.weight:g}"
 
+    def check_there(self, plan: TeacherPlan) -> None:
+        for part in self.parts.values():
+            part.check_there(plan)
+
     def examples(
         self, plan: TeacherPlan, data: TaughtData, name: str
     ) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:

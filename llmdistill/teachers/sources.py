@@ -7,6 +7,7 @@ from llmdistill.config.teacher import TeacherConfig
 from llmdistill.errors import UserError
 from llmdistill.plugins import load_plugins
 from llmdistill.teachers.cache.teacher import CachedSource
+from llmdistill.teachers.few_bits import RoundedSource
 from llmdistill.teachers.live import LiveSource
 from llmdistill.teachers.remote import ServerSource
 from llmdistill.teachers.several import SeveralSource
@@ -37,8 +38,10 @@ def source_of(teacher: TeacherConfig, *, translates: bool = False) -> TeacherSou
         for name, one in teacher.everyone.items():
             if one.cache is not None:
                 parts[name] = CachedSource(name)
+            elif one.sharding == "tensor":
+                parts[name] = TensorParallelSource()
             else:
-                parts[name] = TensorParallelSource() if one.sharding == "tensor" else LiveSource(name)
+                parts[name] = LiveSource(name) if one.quantize == "none" else RoundedSource(name)
         source = parts[""] if len(parts) == 1 else SeveralSource(parts)
     return TranslatedSource(source) if translates else source
 

@@ -32,10 +32,9 @@ from llmdistill.step.compile import check_compilers
 from llmdistill.step.tap_models import tap_student
 from llmdistill.students.convert import compress_folder, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
-from llmdistill.teachers.few_bits import check_bits
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
 from llmdistill.teachers.source import LoadedTeacher, TeacherRun
-from llmdistill.training.batches import batch_source
+from llmdistill.training.batches import LoaderParts, batch_source
 from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.training.callbacks.best import BestStudent
 from llmdistill.training.plan import Plan
@@ -100,8 +99,6 @@ def check_machine(plan: Plan) -> None:
         on_every(lambda: source.check_there(plan))
     on_every(batch_source(plan).check_there)
     on_main(lambda: check_access(plan.config.train.report_to or []))
-    for one in plan.models.teachers.values():
-        check_bits(f"{one.key}.quantize", one.settings.quantize, world.device)
     if plan.compiles:
         check_compilers(world.device)
     if compiles_optimizer(plan.ds_config) and world.device.type == "cpu" and not has_compiler():
@@ -195,11 +192,13 @@ def make_trainer(
         teacher=trained_by,
         method=method,
         loader=batch_source(plan).make_loader(
-            loader,
-            trained_by,
-            engine=engine,
-            tokenizer=data.tokenizer,
-            save=student_saver(plan, student_folder, engine),
+            LoaderParts(
+                loader=loader,
+                teacher=trained_by,
+                engine=engine,
+                tokenizer=data.tokenizer,
+                save=student_saver(plan, student_folder, engine),
+            )
         ),
         settings=plan.config.train,
         seed=plan.config.seed,

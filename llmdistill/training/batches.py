@@ -26,6 +26,20 @@ from llmdistill.training.trainer import Trainer
 _K = 10  # the ten of TOP_SHARED
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoaderParts:
+    """What the loader of the training loop is made from."""
+
+    loader: Any
+    """That of the data; a `StepLoader` if the student answers its prompts."""
+    teacher: Teacher | None
+    engine: Any
+    """The student's."""
+    tokenizer: PreTrainedTokenizerBase
+    save: Callable[[Path], None]
+    """Saves the engine's student in a folder; every rank must call it."""
+
+
 class BatchSource(Protocol):
     """Where the batches of a run come from, and what else the run needs for that."""
 
@@ -47,20 +61,8 @@ class BatchSource(Protocol):
         """A folder in that of the run, with a copy of the student that is only needed during the training."""
         ...
 
-    def make_loader(
-        self,
-        loader: Any,
-        teacher: Teacher | None,
-        *,
-        engine: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        save: Callable[[Path], None],
-    ) -> Loader:
-        """Return the loader of the training loop from the one of the data.
-
-        A teacher that answers later gets each batch as soon as it is made. `save` saves the engine's student in a
-        folder; every rank must call it.
-        """
+    def make_loader(self, parts: LoaderParts) -> Loader:
+        """Return the loader of the training loop; a teacher that answers later gets a batch as soon as it is made."""
         ...
 
     def callbacks(self, trainer: Trainer) -> list[Callback]:
@@ -88,15 +90,7 @@ class DataBatches:
     def check_there(self) -> None:
         """See BatchSource."""
 
-    def make_loader(
-        self,
-        loader: Loader,
-        teacher: Teacher | None,
-        *,
-        engine: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        save: Callable[[Path], None],
-    ) -> Loader:
+    def make_loader(self, parts: LoaderParts) -> Loader:
         """See BatchSource."""
         config, device = self.plan.config, World.current().device
         # The matrix units of a GPU work on tiles, and a kernel that is compiled for a length is used again.
@@ -105,7 +99,7 @@ class DataBatches:
         def prepare(batch: Batch) -> Batch:
             return batch.pad_to_multiple(multiple, config.data.max_length).with_label_rows(shift=self.plan.method.shift)
 
-        requesting = _with_requests(loader, teacher)
+        requesting = _with_requests(parts.loader, parts.teacher)
         return PrefetchingLoader(requesting, steps=config.train.steps, device=device, prepare=prepare)
 
     def callbacks(self, trainer: Trainer) -> list[Callback]:
@@ -139,18 +133,10 @@ class StudentBatches:
             # The check needs neither the end tokens nor the vocabulary.
             self._server([], 0).check(self.plan.config.data.max_length)
 
-    def make_loader(
-        self,
-        loader: Any,
-        teacher: Teacher | None,
-        *,
-        engine: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        save: Callable[[Path], None],
-    ) -> Loader:
-        """See BatchSource; the loader is a `StepLoader`."""
-        data = self.plan.config.data
-        ends, padding = answer_ends(tokenizer, engine.module.generation_config), tokenizer.pad_token_id
+    def make_loader(self, parts: LoaderParts) -> Loader:
+        """See BatchSource."""
+        data, engine, padding = self.plan.config.data, parts.engine, parts.tokenizer.pad_token_id
+        ends = answer_ends(parts.tokenizer, engine.module.generation_config)
         writer: Writer
         if self.student_copy is None:
             writer = StudentWriter(
@@ -163,10 +149,10 @@ class StudentBatches:
             )
         else:
             server = self._server(ends, engine.module.config.vocab_size)
-            writer = ServerWriter(server, save, folder=self.student_copy, every=data.rollout.every)
+            writer = ServerWriter(server, parts.save, folder=self.student_copy, every=data.rollout.every)
         # Not a step ahead, as of data: the student answers with the weights that the step before has left.
-        answered = OnPolicyLoader(loader, writer, on_policy=data.on_policy, pad_token_id=padding)
-        return _with_requests(answered, teacher)
+        answered = OnPolicyLoader(parts.loader, writer, on_policy=data.on_policy, pad_token_id=padding)
+        return _with_requests(answered, parts.teacher)
 
     def callbacks(self, trainer: Trainer) -> list[Callback]:
         """See BatchSource."""

@@ -66,7 +66,7 @@ class Nearness:
         if plan.config.teacher.model is None or not plan.models.causal or plan.task.head is not None:
             return False
         runs_here = plan.source is None or plan.source.runs_here
-        is_made = plan.config.student.model is None and plan.config.student.shape is None
+        is_made = plan.config.student.is_factorized
         return runs_here and not plan.models.translates and (is_made or {"teacher", "untrained"} <= self.scored)
 
     @cached_property

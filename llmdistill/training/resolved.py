@@ -88,7 +88,7 @@ def student_of(
     settings: StudentConfig, task: Task, teacher: PreTrainedConfig, pending: Pending
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """Return the student's config and the sizes of the models."""
-    if settings.model is None and settings.shape is None:
+    if settings.is_factorized:
         # A factorized student has the shape of its teacher.
         return teacher, summarize(teacher, settings.factorize, settings.method)
     if settings.model is not None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from llmdistill.config import RunConfig
@@ -17,7 +16,7 @@ from llmdistill.data.references import TEACHER, is_weighted, parts_of
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import family_of, has_family
+from llmdistill.models.families import has_own_masks
 from llmdistill.models.load import has_checkpointing
 from llmdistill.models.quantized import bits_of
 
@@ -47,28 +46,12 @@ class Condition:
         return self.of_config(plan.config)
 
 
-def _has_setting(run: RunConfig, method: str, key: str, value: str) -> bool:
-    """Whether a run uses a method with this value of a setting of it."""
-    return method in run.methods() and getattr(run.method_settings.get(method), key, None) == value
-
-
-def _has_own_masks(model: PreTrainedConfig) -> bool:
-    """Whether the masks of a model are left to transformers."""
-    return not has_family(model) or family_of(model).makes_mask
-
-
 def _is_bare(plan: Plan) -> bool:
     """Whether the teacher's config names an encoder without head, where the task brings none either."""
     models = plan.models
     bare = MODEL_MAPPING_NAMES.get(models.teacher.model_type, "")  # several of Funnel
     is_bare = (models.teacher.architectures or [""])[0] in ({bare} if isinstance(bare, str) else bare)
     return is_bare and not models.causal and plan.before is None and plan.task.head is None
-
-
-def _compared_outputs(plan: Plan) -> list[str]:
-    """The names of the terms that compare outputs of the teacher."""
-    terms = [term.name for term in plan.method.token_terms if term.divergence is not None]
-    return terms + [term.name for term in plan.method.sequence_terms if term.needs_teacher]
 
 
 def _list_sharded(config: RunConfig) -> list[str]:
@@ -88,10 +71,6 @@ def _list_sharded_few_bits(plan: Plan) -> list[str]:
             sharding = f"{teacher.key}.sharding {teacher.settings.sharding}"
             listed += [] if bits is None else [f"{sharding}: the {bits} weights of {teacher.settings.model}"]
     return listed
-
-
-def _is_factorized(config: RunConfig) -> bool:
-    return config.student.model is None and config.student.shape is None
 
 
 # The teacher
@@ -145,7 +124,7 @@ BARE_TEACHER = Condition(
 )
 TEACHER_WITH_OWN_MASKS = Condition(
     typed="a teacher whose masks transformers makes",
-    of_plan=lambda plan: plan.method.needs_teacher and _has_own_masks(plan.models.teacher),
+    of_plan=lambda plan: plan.method.needs_teacher and has_own_masks(plan.models.teacher),
     detail=lambda plan: plan.models.teacher.model_type,
 )
 
@@ -167,11 +146,11 @@ SEQKD = Condition(typed="`method seqkd`", of_config=lambda run: run.method == "s
 EMBEDDING = Condition(typed="`method embedding`", of_config=lambda run: "embedding" in run.methods())
 LOG_RATIO = Condition(
     typed="`kd.divergence log_ratio`",
-    of_config=lambda run: _has_setting(run, "kd", "divergence", "log_ratio"),
+    of_config=lambda run: run.has("kd", divergence="log_ratio"),
 )
 SEARCHED_LAYER = Condition(
     typed="`minilmv2.teacher_layer auto`",
-    of_config=lambda run: _has_setting(run, "minilmv2", "teacher_layer", "auto"),
+    of_config=lambda run: run.has("minilmv2", teacher_layer="auto"),
 )
 LAYERS_COMPARED = Condition(
     typed="methods that compare inner tensors, such as `makd` and `minilm`",
@@ -187,8 +166,8 @@ NO_TOKENS_COMPARED = Condition(
 )
 OUTPUT_COMPARED = Condition(
     typed="methods that compare tokens or classes",
-    of_plan=lambda plan: bool(_compared_outputs(plan)),
-    detail=lambda plan: ", ".join(_compared_outputs(plan)),
+    of_plan=lambda plan: bool(plan.method.compared_outputs),
+    detail=lambda plan: ", ".join(plan.method.compared_outputs),
 )
 
 # The data
@@ -255,10 +234,12 @@ NO_VALIDATION_SET = Condition(typed="no `data.valid`", of_config=lambda run: run
 GIVEN_STUDENT = Condition(typed="`student.model`", of_config=lambda run: run.student.model is not None)
 NO_GIVEN_STUDENT = Condition(typed="no `student.model`", of_config=lambda run: run.student.model is None)
 SHAPE = Condition(typed="`student.shape`", of_config=lambda run: run.student.shape is not None)
-FACTORIZED_STUDENT = Condition(typed="neither `student.model` nor `student.shape`", of_config=_is_factorized)
+FACTORIZED_STUDENT = Condition(
+    typed="neither `student.model` nor `student.shape`", of_config=lambda run: run.student.is_factorized
+)
 KRONECKER_STUDENT = Condition(
     typed="`student.method kronecker`",
-    of_config=lambda run: _is_factorized(run) and run.student.method == "kronecker",
+    of_config=lambda run: run.student.is_factorized and run.student.method == "kronecker",
 )
 WEIGHTED_START = Condition(
     typed="`student.factorize.weighting`",
@@ -289,7 +270,7 @@ GIVEN_FEW_BIT_STUDENT = Condition(
 )
 STUDENT_WITH_OWN_MASKS = Condition(
     typed="a student whose masks transformers makes",
-    of_plan=lambda plan: _has_own_masks(plan.models.student),
+    of_plan=lambda plan: has_own_masks(plan.models.student),
     detail=lambda plan: plan.models.student.model_type,
 )
 STUDENT_WITHOUT_CHECKPOINTING = Condition(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -49,6 +49,12 @@ class FineTuningProtocol:
 _TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
+
+
+def fine_tuning_values(run: RunConfig, tasks: Sequence[str]) -> dict[str, Any]:
+    """Return what a fine-tuning of a run's student on tasks takes from the run, as values of `FineTuningConfig`."""
+    grid = {each.name: getattr(run.tasks, each.name) for each in fields(GridConfig)}
+    return grid | {"tasks": list(tasks), "ds_config": run.ds_config, "dtype": run.train.dtype, "speed": False}
 
 
 def protocol_of(config: GridConfig, task: str) -> FineTuningProtocol:

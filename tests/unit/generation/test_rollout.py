@@ -13,8 +13,9 @@ from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.errors import UserError
 from llmdistill.generation import rollout_server
-from llmdistill.generation.rollout import OnPolicyLoader, Prompt, RowNoise, StudentWriter
+from llmdistill.generation.rollout import OnPolicyLoader, Prompt, StudentWriter
 from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
+from llmdistill.generation.row_sampling import RowNoise
 from llmdistill.models.load import load_model
 
 from support import train_loader
