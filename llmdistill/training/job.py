@@ -170,6 +170,7 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
     if not plan.runs_teacher:
         teacher.release()
 
+    led_away = list[str]()
     if plan.trains:
         if not exists_on_main(trained / "config.json"):
             with _open_training(plan, untrained, trained, teacher, data, callbacks) as (trainer, start, watching):
@@ -179,10 +180,10 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
             teacher.release()
             free_memory(world.device)  # scoring has the room of the engine and the teacher
         score("student", trained)
-        measure("student", "trained", trained)
+        led_away = measure("student", "trained", trained)
 
     if world.is_main:
-        ended = diverged(read_metrics_log(plan.folder))
+        ended = [*diverged(read_metrics_log(plan.folder)), *led_away]
         for warning in ended:
             warn_main(warning)
         warnings = [*warnings, *ended]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
@@ -36,6 +37,8 @@ ANSWERS = "answers"
 ANSWER_SET = "held_out"
 _NEW_TOKENS = 96
 """Of an answer, which a CPU writes in seconds; longer answers are cut."""
+_WORSE = 1.02
+"""A larger divergence than this many times the untrained student's is no noise of few rows."""
 _SHOWN, _WIDTH = 2, 200
 """Questions in the terminal, and characters of each answer; the page of the run has all."""
 
@@ -87,7 +90,7 @@ class Nearness:
         return see(teacher.model, self._rows[0], "teacher")
 
     def measure(self, key: str, name: str, load: Callable[[], PreTrainedModel]) -> str | None:
-        """Measure and print a student, or read what was measured before; return a warning if nothing is left of it.
+        """Measure and print a student, or read what was measured before; return a warning if little or less is left.
 
         Every rank must call this method.
         """
@@ -106,7 +109,9 @@ class Nearness:
         found = self.found[key]
         distance = Distance(**{name: found[name] for name in Distance.__dataclass_fields__})
         print_main(f"{name.capitalize():12}{distance.sentence(found['of'])}")
-        if distance.divergence <= HOPELESS or key != "untrained":
+        if key != "untrained":
+            return self._describe_loss(distance)
+        if distance.divergence <= HOPELESS:
             return None
         remedy = (
             "raise student.factorize.target_params"
@@ -116,6 +121,17 @@ class Nearness:
         return (
             f"the untrained student keeps nothing sensible of its teacher ({distance.divergence:.3g} nats per token): "
             f"{remedy}, or expect to train it almost from nothing"
+        )
+
+    def _describe_loss(self, trained: Distance) -> str | None:
+        """Return a warning if training by a teacher has led away from it, as a rate too high for a good start does."""
+        untrained = self.found.get("untrained", {}).get("divergence", math.inf)
+        if not self.plan.method.needs_teacher or trained.divergence <= _WORSE * untrained:
+            return None
+        rate = self.plan.config.train.learning_rate
+        return (
+            f"the trained student is further from its teacher than the untrained one ({trained.divergence:.3g} nats "
+            f"per token, {untrained:.3g} before): lower train.learning_rate ({rate:g}), or train for more steps"
         )
 
     def _keep(self, key: str, values: Mapping[str, Any]) -> None:

@@ -1,0 +1,28 @@
+"""What a run says of the distance between its students and their teacher."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from llmdistill.training.nearness import Nearness
+
+
+@pytest.mark.parametrize(("needs_teacher", "trained", "warns"), [
+    (True, 0.539, True),
+    (True, 0.37, False),  # as far as before, on so few rows
+    (True, 0.2, False),
+    (False, 0.539, False),  # labels lead elsewhere
+])  # fmt: skip
+def test_a_training_that_leads_away_from_the_teacher_is_warned_of(monkeypatch, needs_teacher, trained, warns):
+    def seen(nats: float) -> dict[str, object]:
+        return {"divergence": nats, "perplexity": 20.0, "teacher_perplexity": 10.0, "tokens": 500, "of": "data.valid"}
+
+    monkeypatch.setattr(Nearness, "is_measured", True)
+    nearness = object.__new__(Nearness)
+    config = SimpleNamespace(train=SimpleNamespace(learning_rate=3e-4))
+    nearness.plan = SimpleNamespace(method=SimpleNamespace(needs_teacher=needs_teacher), config=config)
+    nearness.found = {"untrained": seen(0.369), "student": seen(trained)}
+    warning = nearness.measure("student", "trained", lambda: pytest.fail("measured again"))
+    assert (warning is not None) == warns
+    if warning is not None:
+        assert "0.539 nats per token, 0.369 before): lower train.learning_rate (0.0003)" in warning
