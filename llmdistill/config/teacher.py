@@ -44,11 +44,11 @@ class OneTeacher:
     there, the teacher is not scored, and its weights are read only where the student is made from them. Default: the
     teacher runs in every step."""
     quantize: TeacherBits = "none"
-    """Number format of the weights of the linears in the layers of a teacher that runs in the steps, by torchao, as
-    student.quantize.weights rounds them: int8 halves the memory of these weights in bf16; int4 rounds to 4 bits in
-    groups of 32 and takes no less memory; fp8 needs a GPU that multiplies in it. A run says how far the teacher's
-    predictions are from the exact ones. The teacher's scores, the student that is made from it and caches take the
-    exact teacher. Not for a sharded teacher."""
+    """Number format of the weights of the linears in the layers of a teacher that runs in the steps, by torchao: int8
+    halves the memory of these weights in bf16; int4 rounds to 4 bits in groups of 32 and takes no less
+    memory; fp8 needs a GPU that multiplies in it. A run says how far the teacher's predictions are from the exact ones.
+    The teacher's scores, the student that is made from it and caches take the exact teacher. Not for a sharded
+    teacher."""
     weight: float = field(default=1.0, metadata=OVER_0)
     """Weight of this teacher in the average of several; only the proportions matter."""
 

@@ -1,68 +1,37 @@
 """Weights of few bits, by torchao: how linears round while they learn, and how a model is saved and loaded.
 
-A weight is torchao's IntxUnpackedToInt8Tensor: a symmetric integer in an int8, with one scale for a group of a row or
-for the whole row. Its fake-quantized counterpart (torchao's QAT) has the same numbers, so a student that has learned
+The fake-quantized counterpart of a rounded weight (torchao's QAT) has the same numbers, so a student that has learned
 with it loses nothing when it is converted.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, TorchAoConfig
+from transformers import PreTrainedModel, TorchAoConfig
 from transformers.integrations.torchao import TorchAoDeserialize
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
 from llmdistill.config.student import QuantizeConfig
-from llmdistill.errors import UserError, install_command
 from llmdistill.internals.torch_names import own_tensors
 from llmdistill.internals.transformers_names import set_weight_conversions, weight_conversions
-from llmdistill.models.general import in_lists
+from llmdistill.models.rounding import (
+    DEFAULT_GROUPS,
+    bits_of,
+    bits_of_saved,
+    check_torchao,
+    group_size_of,
+    quantized_linears,
+    round_linears,
+    torchao_config,
+)
 from llmdistill.models.student_form import SavedSize, StudentForm, is_size
-
-DEFAULT_GROUPS = {"int8": None, "int4": 32}
-"""Default group sizes; None is the whole row."""
-
-
-def bits_of(config: PreTrainedConfig) -> str | None:
-    """Return how the weights of a saved model are quantized, such as int4; None if they are not, or not by torchao."""
-    return _bits_of_saved(getattr(config, "quantization_config", None))
-
-
-def _bits_of_saved(saved: Any) -> str | None:
-    values = saved or {} if isinstance(saved, dict | None) else saved.to_dict()
-    if values.get("quant_method") == "torchao":
-        if isinstance(values["quant_type"], str):  # of transformers before version 5
-            return str(values["quant_type"])
-        of_torchao = values["quant_type"]["default"]
-        return str(of_torchao["_data"].get("weight_dtype", {}).get("_data", of_torchao["_type"]))
-    return cast("str | None", (values.get("quantize") or {}).get("weights"))
-
-
-def check_torchao(key: str) -> None:
-    """Raise a UserError that names a setting or flag if torchao is not installed."""
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"{key} needs torchao: {install_command('quantize')}")
-
-
-def quantized_linears(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linears that get few bits: each nn.Linear of the layers, factors included.
-
-    Raises UserError if there is none.
-    """
-    names = [name for name, module in in_lists(model) if type(module) is nn.Linear]
-    if not names:
-        raise UserError(
-            f"{type(model).__name__} has no nn.Linear in its layers, and torchao rounds no other weights: keep it as "
-            "it is, or factorize it by svd, whose factors are linears"
-        )
-    return names
 
 
 def rounded_embeddings(model: PreTrainedModel) -> list[str]:
@@ -80,12 +49,6 @@ def rounded_embeddings(model: PreTrainedModel) -> list[str]:
     return [names[module] for module in chosen]
 
 
-def dequantized(weight: Tensor) -> Tensor:
-    """Return the numbers that a weight of few bits stands for, and any other weight as it is."""
-    # Only torchao's tensors have this, and torchao need not be installed for the others.
-    return weight.dequantize() if hasattr(weight, "tensor_data_names") else weight
-
-
 def fake_quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     """Make the linears of the layers round their weights in each forward pass, in place; gradients pass the rounding.
     The token embedding and the LM head stay floats.
@@ -98,7 +61,8 @@ def fake_quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     """
     from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
 
-    _transform(model, settings, lambda config: QATConfig(config, step="prepare"))
+    prepare = partial(QATConfig, step="prepare")
+    round_linears(model, settings.weights, settings.group_size, transform=prepare)
     for module in model.modules():
         if isinstance(module, FakeQuantizedLinear):
             module.weight_fake_quantizer = _StraightThrough(module.weight_fake_quantizer)
@@ -136,7 +100,7 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
 
     Raises UserError if there is no linear.
     """
-    round_linears(model, settings)
+    round_linears(model, settings.weights, settings.group_size)
     if settings.embeddings == "int8":
         _round_embeddings(model)
     group_size = settings.group_size or DEFAULT_GROUPS[settings.weights]
@@ -147,7 +111,7 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     elif settings.packed:  # as a factorized student without factors
         config = AutoQuantizationConfig.from_dict({"quant_method": "llmdistill", "quantize": saved})
     else:
-        config = TorchAoConfig(_make_torchao_config(settings.weights, group_size))
+        config = TorchAoConfig(torchao_config(settings.weights, group_size))
     model.config.quantization_config = config
     quantizer = AutoHfQuantizer.from_config(config)
     # From which save_pretrained gets the tensors
@@ -164,45 +128,9 @@ def _round_embeddings(model: PreTrainedModel) -> None:
         module: Any = model.get_submodule(name)
         by_weight.setdefault(id(module.weight), []).append(module)
     for first, *tied in by_weight.values():
-        quantize_(first, _make_torchao_config("int8", None), lambda module, _, first=first: module is first)
+        quantize_(first, torchao_config("int8", None), lambda module, _, first=first: module is first)
         for module in tied:
             module.weight = first.weight
-
-
-@torch.no_grad()
-def round_linears(model: PreTrainedModel, settings: QuantizeConfig) -> None:
-    """Give the linears of the layers weights of few bits, in place; the config does not tell it."""
-    _transform(model, settings, lambda config: config)
-
-
-def _transform(model: PreTrainedModel, settings: QuantizeConfig, transform: Callable[[Any], Any]) -> None:
-    from torchao.quantization import quantize_
-
-    # torchao takes one group size in a call.
-    names_by_group_size: dict[int | None, set[str]] = {}
-    for name in quantized_linears(model):
-        size = _group_size(settings, cast(nn.Linear, model.get_submodule(name)).in_features)
-        names_by_group_size.setdefault(size, set()).add(name)
-    for size, chosen in names_by_group_size.items():
-        quantize_(
-            model,
-            transform(_make_torchao_config(settings.weights, size)),
-            lambda _, name, chosen=chosen: name in chosen,
-        )
-
-
-def _group_size(settings: QuantizeConfig, inputs: int) -> int | None:
-    """Return how many weights of a row share a scale; None is the whole row."""
-    group_size = settings.group_size or DEFAULT_GROUPS[settings.weights]
-    # torchao cuts a row only into equal groups; a linear whose rows do not divide gets one scale a row.
-    return group_size if group_size is not None and inputs % group_size == 0 else None
-
-
-def _make_torchao_config(weights: str, group_size: int | None) -> Any:
-    from torchao.quantization import IntxWeightOnlyConfig, PerAxis, PerGroup
-
-    granularity = PerAxis(0) if group_size is None else PerGroup(group_size)
-    return IntxWeightOnlyConfig(weight_dtype=getattr(torch, weights), granularity=granularity)
 
 
 def _is_torchao(weight: Any) -> bool:
@@ -278,7 +206,7 @@ class PackedTorchAo(_WithoutTied):
     """The same, with two int4 weights in a byte of the files."""
 
     def __init__(self, weights: str, group_size: int | None) -> None:
-        super().__init__(TorchAoConfig(_make_torchao_config(weights, group_size)))
+        super().__init__(TorchAoConfig(torchao_config(weights, group_size)))
         self.packs = weights == "int4"
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -345,7 +273,7 @@ class FewBits(StudentForm):
         bytes = size.bytes
         for name in quantized_linears(model):
             outputs, inputs = cast(nn.Linear, model.get_submodule(name)).weight.shape
-            group_size = _group_size(settings, inputs)
+            group_size = group_size_of(settings.weights, settings.group_size, inputs)
             groups = outputs * (1 if group_size is None else inputs // group_size)
             rounded = -(-outputs * inputs // 2) if is_packed else outputs * inputs
             # A group has a scale in the dtype of the model, and torchao's zero point in int8.
@@ -363,7 +291,7 @@ class FewBits(StudentForm):
         return {**given, "weights": to}
 
     def saved_as(self, saved: Any) -> str | None:
-        bits = _bits_of_saved(saved)
+        bits = bits_of_saved(saved)
         return None if bits is None else f"linears in {bits}"
 
     def check_package(self, what: str) -> None:

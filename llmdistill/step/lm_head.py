@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import HeadInputs, LogitScale
 from llmdistill.models.families import family_of, has_family
-from llmdistill.models.quantized import dequantized
+from llmdistill.models.rounding import dequantized
 
 
 class LMHead:

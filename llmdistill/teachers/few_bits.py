@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch, HeadInputs
-from llmdistill.config.student import QuantizeConfig
 from llmdistill.config.teacher import TeacherBits
 from llmdistill.errors import UserError
 from llmdistill.files import byte_size
 from llmdistill.losses.agreement import divergence_from
-from llmdistill.models.quantized import bits_of, check_torchao, quantized_linears, round_linears
+from llmdistill.models.rounding import bits_of, check_torchao, quantized_linears, round_linears
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.forward import TappedModel
@@ -88,7 +86,7 @@ def round_teacher(
 
 def _round(model: PreTrainedModel, bits: TeacherBits) -> None:
     if bits in ("int8", "int4"):
-        round_linears(model, QuantizeConfig(weights=cast(Any, bits)))
+        round_linears(model, bits)
         return
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 

@@ -18,7 +18,7 @@ from llmdistill.methods import METHODS
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import has_own_masks
 from llmdistill.models.load import has_checkpointing
-from llmdistill.models.quantized import bits_of
+from llmdistill.models.rounding import bits_of
 
 if TYPE_CHECKING:
     from llmdistill.training.plan import Plan

@@ -25,7 +25,8 @@ FILES = sorted(
     path for path in PACKAGE.rglob("*.py") if not path.read_text(encoding="utf-8").startswith('"""The old name of')
 )
 FEATURES = {
-    "quantize": r"\bquantize\b|QuantizeConfig|models\.quantized|bits_of|FewBits",
+    "student.quantize": r"student\.quantize|QuantizeConfig|models\.quantized|FewBits\b",
+    "teacher.quantize": r"teacher\.quantize|one\.quantize|TeacherBits|RoundedSource",
     "on-policy": r"on_policy|OnPolicy|[Rr]ollout|\"samples\"\]|labels_are.*\"samples\"",
     "teacher.url": r"teacher\.url|RemoteTeacher|TeacherServer|ServerSource",
     "visible_until": r"visible_until",
@@ -34,8 +35,8 @@ FEATURES = {
 }
 """An optional feature, and what a file that knows of it says: its setting, or a name of its code.
 
-`quantize` is the setting student.quantize; what transformers calls quantizer, quantize_dynamic of ONNX Runtime and the
-dequantized weights of GGUF are not meant. In report/results.py self.teacher.average is an average of scores.
+models/rounding.py, which both kinds of quantize use, speaks of neither. In report/results.py self.teacher.average is
+an average of scores.
 """
 HOMES = ("cache", "answers", "sentences", "windows", "chunks", "artifacts", "card", "checkpoints")
 PARAMETERS = 7

@@ -23,10 +23,10 @@ from llmdistill.models.quantized import (
     fake_quantize,
     pack_int4,
     quantize,
-    quantized_linears,
     rounded_embeddings,
     unpack_int4,
 )
+from llmdistill.models.rounding import quantized_linears
 from llmdistill.models.student_form import SavedSize
 from llmdistill.runtime.engine import Template, save_student
 from llmdistill.students.counting import count_parameters
