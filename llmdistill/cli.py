@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -129,7 +129,8 @@ def compress(arguments: Sequence[str]) -> None:
     from llmdistill.students.sizes import describe_ranks
     from llmdistill.students.speed import describe_speed
     from llmdistill.tasks.distance import HOPELESS, Distance
-    from llmdistill.training.start import settle_compress, starts_by_data
+    from llmdistill.training.start import LEAST_EXAMPLES, settle_compress, starts_by_data
+    from llmdistill.training.written_data import calibration_file
 
     quiet_transformers()
     config, length = load_config(locate(parsed.model)), limits.get("max_length", unchanged["max_length"])
@@ -141,12 +142,21 @@ def compress(arguments: Sequence[str]) -> None:
 
     writes = given.calibration.data is None and starts_by_data(given, parsed.method, config)
     if writes:
-        settings, result = settle(_with_own_data(given, TEACHER))  # says what does not fit before anything is written
+        # Few, since each takes the model seconds to write.
+        examples = given.calibration.examples or LEAST_EXAMPLES
+        own = replace(given.calibration, data=TEACHER, examples=examples)
+        settings, result = settle(replace(given, calibration=own))  # says what does not fit before anything is written
         if not parsed.dry_run:
             check_new(Path(parsed.output))
-            data = _written_by(parsed.model, settings)
-            writes, given = data is not None, _with_own_data(given, data)
-            settings, result = settle(given)
+            try:
+                data = calibration_file(parsed.model, CalibrationConfig(**settings["calibration"]))
+                settings["calibration"]["data"] = data
+            except CannotWrite as error:
+                if given.weighting is not None:
+                    raise
+                say(f"Note        {error}; without calibration data the student starts by the plain SVD", aside=True)
+                writes = False
+                settings, result = settle(given)
     else:
         settings, result = settle(given)
     candidates = result.pop("candidates", None)
@@ -199,29 +209,6 @@ def compress(arguments: Sequence[str]) -> None:
         command = shlex.join(["llmdistill", "train", *words])
         data = "teacher" if writes else "FILE"
         print_result(f"The untrained student is in {parsed.output}. Train it: {command} {data}")
-
-
-def _with_own_data(settings: FactorizeConfig, data: str | None) -> FactorizeConfig:
-    """Return settings of a start on few examples that the model writes itself, since each of them takes seconds."""
-    from llmdistill.training.start import LEAST_EXAMPLES
-
-    calibration = settings.calibration
-    if data is None:
-        return settings
-    return replace(
-        settings, calibration=replace(calibration, data=data, examples=calibration.examples or LEAST_EXAMPLES)
-    )
-
-
-def _written_by(model: str, settings: Mapping[str, Any]) -> str | None:
-    """Return the file of the calibration data that the model has written itself, None if it is not able to."""
-    from llmdistill.training.written_data import calibration_file
-
-    try:
-        return calibration_file(model, CalibrationConfig(**settings["calibration"]))
-    except CannotWrite as error:
-        say(f"Note        {error}; without calibration data the student starts by the plain SVD", aside=True)
-        return None
 
 
 def export(arguments: Sequence[str]) -> None:

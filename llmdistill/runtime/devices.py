@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, cast
 
@@ -37,18 +36,12 @@ def choose_accelerator() -> None:
 
 
 def choose_dtype(setting: Literal["auto", "fp32", "bf16"], device: torch.device) -> Literal["fp32", "bf16"]:
-    """Return the dtype that a setting names; auto is bf16 on a GPU that supports it, else fp32.
-
-    Warns, once, of bf16 on a processor that has no instructions for it.
-    """
-    if setting == "bf16" and device.type == "cpu" and emulates_bf16():
-        _warn_of_emulation()
+    """Return the dtype that a setting names; auto is bf16 on a GPU that supports it, else fp32."""
     if setting != "auto":
         return setting
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
 
-@cache
 def emulates_bf16() -> bool:
     """Return whether this processor multiplies in bf16 by conversions, as an x86 one without AVX-512 BF16 or AMX."""
     read = getattr(torch.cpu, "get_capabilities", None)  # new in PyTorch 2.12
@@ -56,12 +49,13 @@ def emulates_bf16() -> bool:
     return has.get("architecture") == "x86_64" and not (has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
-@cache
-def _warn_of_emulation() -> None:
-    warn_main(
-        "this processor has no instructions for bf16, so its products are emulated, some ten times slower than fp32: "
-        "leave dtype at auto"
-    )
+def warn_of_emulation(dtype: torch.dtype, device: torch.device) -> None:
+    """Warn of bf16 on a processor that emulates it. Plans are for other machines too, so that only a run calls this."""
+    if dtype == torch.bfloat16 and device.type == "cpu" and emulates_bf16():
+        warn_main(
+            "this processor has no instructions for bf16 and emulates its products, some ten times slower than fp32: "
+            "set train.dtype to fp32"
+        )
 
 
 def has_compiler(*more: str) -> bool:

@@ -61,10 +61,10 @@ def student_ds_config(
     The dtype is the run's setting, else that of the file, else the best for this machine.
     """
     in_file = ds_config.get("bf16", {}).get("enabled", "auto")
-    dtype = settings.dtype
-    if dtype == "auto" and in_file != "auto":
-        dtype = "bf16" if in_file else "fp32"
-    bf16 = choose_dtype(dtype, default_device()) == "bf16"
+    if settings.dtype == "auto" and in_file != "auto":
+        bf16 = bool(in_file)
+    else:
+        bf16 = choose_dtype(settings.dtype, default_device()) == "bf16"
     owned: dict[str, Any] = {
         "train_batch_size": settings.global_batch_size,
         "train_micro_batch_size_per_gpu": split.micro_batch_size,

@@ -20,7 +20,7 @@ from llmdistill.models.load import folder_damage, load_model
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.report.table import describe_best, execution_record, finish_report, with_loss
 from llmdistill.runtime import signals
-from llmdistill.runtime.devices import free_memory
+from llmdistill.runtime.devices import free_memory, warn_of_emulation
 from llmdistill.runtime.distributed import World, exists_on_main, on_main
 from llmdistill.runtime.engine import learning_rate, monitor_of
 from llmdistill.runtime.terminal import print_main, warn_main
@@ -120,6 +120,7 @@ def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) 
     on_main(lambda: check_students(plan.folder))
     on_main(lambda: check_disk(plan))
     print_main(headline(plan, data.report))
+    warn_of_emulation(plan.models.dtype, world.device)
     book = ScoreBook(plan.folder, data)
     summaries: dict[str, dict[str, Any]] = {}
     scored = {*plan.config.scoring.models} & {*plan.task.scored}

@@ -171,7 +171,7 @@ def calibration_file(model: object, calibration: CalibrationConfig) -> str:
 
     Raises:
         UserError: the model is in memory.
-        CannotWriteError: the model is not able to write.
+        CannotWrite: the model is not able to write.
     """
     if not isinstance(model, str | Path):
         raise UserError(

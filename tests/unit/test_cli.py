@@ -172,6 +172,8 @@ def test_compress_of_a_model_that_cannot_write_is_the_plain_svd(tmp_path, capsys
     assert main([*words, str(tmp_path / "own")]) == 0
     assert "without calibration data the student starts by the plain SVD" in " ".join(capsys.readouterr().err.split())
     assert main([*words, str(tmp_path / "plain"), "--weighting", "none"]) == 0
+    assert main([*words, str(tmp_path / "weighted"), "--weighting", "activations"]) == 2
+    assert "writes noise" in " ".join(capsys.readouterr().err.split())
     own, plain = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("own", "plain"))
     assert own == plain
 
