@@ -13,7 +13,7 @@ from torch import Tensor
 from llmdistill.batch import HeadInputs, LogitScale, OtherTokens, TeacherRows, TopK
 from llmdistill.losses.fused.head_chunk import chunk_losses
 from llmdistill.losses.other_tokens import SpanRows
-from llmdistill.losses.terms import TokenTerm
+from llmdistill.losses.terms import BoundTokenTerms, TokenTerm
 
 _CPU_CHUNK = 256
 """Rows of a chunk on the CPU. Each chunk reads and writes the whole gradient of the weight; with 128 rows this takes
@@ -104,11 +104,11 @@ def token_losses(
         elif teacher is not None:
             teacher_at = teacher.cut(vocabulary).logits_at
         factors = factors.to(device=head.rows.device, dtype=exact)
-        inner_factors, unit = factors, None
+        bound, unit = BoundTokenTerms(terms, factors), None
         if dtype == torch.float16:
             # fp16 would lose derivatives as small as 1 / count, so the backward pass multiplies by `unit`.
             unit = factors.abs().max().clamp(min=torch.finfo(exact).tiny)
-            inner_factors = factors / unit
+            bound = BoundTokenTerms(terms, factors / unit)
         gradients = _Gradients.of(student, needs, exact)
         sums = torch.zeros_like(factors)
         buffer = head.rows.new_empty(2 * half, _vocabulary_size(head))
@@ -120,7 +120,7 @@ def token_losses(
                 of_teacher = None if teacher_at is None else teacher_at(here)
                 part_NV = outputs_NV[first - start : here.stop - start]
                 sums += chunk_losses(
-                    part_NV, of_teacher, labels_N[here], terms, inner_factors, scales=scales, with_gradient=any(needs)
+                    part_NV, of_teacher, labels_N[here], bound, scales=scales, with_gradient=any(needs)
                 )
             gradients.add(head, outputs_NV, chunk_rows)  # chunk_losses has replaced the outputs by derivatives
         total = (sums * factors).sum()

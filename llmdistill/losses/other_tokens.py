@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from llmdistill.batch import HeadInputs, OtherTokens
 from llmdistill.losses.divergence import LOG_FLOOR
-from llmdistill.losses.terms import TokenTerm
+from llmdistill.losses.terms import BoundTokenTerms, TokenTerm
 
 TAU = 100.0
 """τ of the likelihoods of spans, as in the paper."""
@@ -106,12 +106,13 @@ def exact_logits(head: HeadInputs, here: slice | Tensor) -> Tensor:
 
 
 def span_losses(
-    student_NV: Tensor, teacher: SpanRows, terms: Sequence[TokenTerm], factors: Tensor, *, with_gradient: bool
+    student_NV: Tensor, teacher: SpanRows, bound: BoundTokenTerms, *, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of each divergence over the rows of a chunk, and the derivative of Σ factor · sum by the logits.
 
     All terms have a divergence. The factors have the dtype of the results.
     """
+    terms, factors = bound
     logits_NV = student_NV.to(factors.dtype)
     gradient = torch.zeros_like(logits_NV) if with_gradient else None
     sums = torch.zeros_like(factors)

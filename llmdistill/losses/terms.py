@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from llmdistill.batch import Aspect, Batch, Labels, LossSum, Outputs, Positions, Taps
 from llmdistill.losses.divergence import REVERSE_KL, Divergence
@@ -79,6 +79,18 @@ class TokenTerm:
             # Given answers are no samples of the student, so the reverse KL must sum over the vocabulary.
             return replace(self, divergence=REVERSE_KL)
         return self
+
+
+class BoundTokenTerms(NamedTuple):
+    """Token terms as the chunks of the LM head compute them: each with the factor of its sum in the total."""
+
+    terms: Sequence[TokenTerm]
+    factors: Tensor
+    """(C,), at least fp32: all computations on tokens use this dtype."""
+
+    def select(self, places: list[int]) -> BoundTokenTerms:
+        """Return some of the terms, by their places."""
+        return BoundTokenTerms([self.terms[place] for place in places], self.factors[places])
 
 
 @dataclass(frozen=True)

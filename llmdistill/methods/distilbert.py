@@ -57,15 +57,10 @@ def build_distilbert(
     def cosine(student: Taps, teacher: Taps, mask: Tensor) -> LossSum:
         return losses.hidden_cosine(student.hidden[pair.student], teacher.hidden[pair.teacher], mask)
 
+    positions = positions_of(settings.positions, causal=causal)
+    soft = losses.TokenTerm("soft", losses.FORWARD_KL, settings.temperature, positions=positions)
     terms = (
-        divergence_terms(
-            "soft",
-            settings.soft,
-            objective,
-            divergence=losses.FORWARD_KL,
-            temperature=settings.temperature,
-            positions=positions_of(settings.positions, causal=causal),
-        )
+        divergence_terms(soft, settings.soft, objective)
         | label_terms(settings.label, objective)
         | weigh(settings, [layer_term("cosine", pair, cosine, "hidden")])
     )

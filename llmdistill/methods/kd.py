@@ -63,17 +63,16 @@ def build_kd(
     batches only the divergence is computed.
     """
     causal = check_direction(teacher, student, method="kd")
-    to_teacher = divergence_terms(
+    to_teacher = losses.TokenTerm(
         settings.divergence,
-        settings.ratio,
-        objective,
-        divergence=losses.DIVERGENCES[settings.divergence].build(settings),
-        temperature=settings.temperature,
+        losses.DIVERGENCES[settings.divergence].build(settings),
+        settings.temperature,
         positions=positions_of(settings.positions, causal=causal),
         spans=settings.spans,
-        sequence_name=None if objective.targets is None else objective.targets.own_measure,
     )
-    terms = to_teacher | label_terms(1 - settings.ratio, objective)
+    measure = None if objective.targets is None else objective.targets.own_measure
+    terms = divergence_terms(to_teacher, settings.ratio, objective, sequence_name=measure)
+    terms |= label_terms(1 - settings.ratio, objective)
     return Method(**vars(terms), shift=causal)
 
 

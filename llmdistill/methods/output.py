@@ -6,6 +6,7 @@ objective says. Its name for targets is its name for tokens with their prefix, s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -42,25 +43,17 @@ def soft_terms(
 
 
 def divergence_terms(
-    name: str,
-    weight: float,
-    objective: Objective,
-    *,
-    divergence: losses.Divergence,
-    temperature: float,
-    positions: Positions = "labels",
-    spans: Literal["alm", "uld"] = "alm",
-    sequence_name: str | None = None,
+    term: losses.TokenTerm, weight: float, objective: Objective, *, sequence_name: str | None = None
 ) -> Terms:
-    """Return a divergence for tokens and classes, times the squared temperature; squared error for scores.
+    """Return the divergence of a term for tokens and classes, times the squared temperature; squared error for scores.
 
-    `sequence_name` is the name of the term on the objective's targets, without their prefix; by default it is `name`.
+    `sequence_name` is the name of the term on the objective's targets, without their prefix; by default the term's.
     """
+    assert term.divergence is not None, "the labels have terms of their own, label_terms"
     # A softmax at t has gradients 1/t² as large (Hinton et al. 2015, §2).
-    scale = temperature**2
-    token_term = losses.TokenTerm(name, divergence, temperature, scale=scale, positions=positions, spans=spans)
-    compare = partial(losses.sequence_divergence, divergence=divergence.value, temperature=temperature)
-    return _select_terms(token_term, compare, weight, objective, sequence_name=sequence_name)
+    scaled = replace(term, scale=term.temperature**2)
+    compare = partial(losses.sequence_divergence, divergence=term.divergence.value, temperature=term.temperature)
+    return _select_terms(scaled, compare, weight, objective, sequence_name=sequence_name)
 
 
 def _select_terms(

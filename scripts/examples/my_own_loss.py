@@ -58,7 +58,7 @@ def build_mine(settings, teacher, student, objective):
     needs = frozenset({("hidden", mine)}), frozenset({("hidden", theirs)})
     divergence = losses.divergence_by_autograd(hellinger)
     terms = Terms({"angle": settings.angle}, [losses.LayerTerm("angle", *needs, angle)])
-    terms |= divergence_terms("hellinger", 1.0, objective, divergence=divergence, temperature=1.0)
+    terms |= divergence_terms(losses.TokenTerm("hellinger", divergence), 1.0, objective)
     return Method(**vars(terms | label_terms(0.5, objective)))
 
 

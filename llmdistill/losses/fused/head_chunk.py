@@ -13,7 +13,7 @@ from llmdistill.batch import LogitScale, TopK
 from llmdistill.losses.divergence import FORWARD_KL, LOG_FLOOR, SOFT_CROSS_ENTROPY, Divergence
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.other_tokens import SpanRows, span_losses
-from llmdistill.losses.terms import TokenTerm
+from llmdistill.losses.terms import BoundTokenTerms, TokenTerm
 from llmdistill.losses.top_k import merge, soften, spread
 
 _BLOCK_BYTES = 1 << 19
@@ -27,8 +27,7 @@ def chunk_losses(
     student_NV: Tensor,
     teacher_NV: Tensor | TopK | SpanRows | None,
     labels_N: Tensor,
-    terms: Sequence[TokenTerm],
-    factors: Tensor,
+    bound: BoundTokenTerms,
     *,
     scales: tuple[LogitScale, LogitScale] = (LogitScale(), LogitScale()),
     with_gradient: bool,
@@ -38,28 +37,27 @@ def chunk_losses(
     Takes the outputs (n, V) of the LM heads of student and teacher, and their `scales`, by which the logits follow.
     With gradient, the derivative of Σ factor · sum with respect to the student's outputs overwrites these outputs. The
     outputs of both models are overwritten in any case; the teacher's are None if no term uses a divergence, and may be
-    its most likely tokens or rows in other tokens instead. All computations on tokens use the dtype of the factors,
-    (C,), at least fp32.
+    its most likely tokens or rows in other tokens instead.
     """
+    terms, factors = bound
     if student_NV.is_meta:  # the kernels of a GPU overwrite the logits and need no further memory
         return torch.zeros_like(factors)
     if isinstance(teacher_NV, SpanRows):
-        scale = scales[0]
-        return _span_chunk_losses(student_NV, teacher_NV, labels_N, terms, factors, scale, with_gradient=with_gradient)
+        return _span_chunk_losses(student_NV, teacher_NV, labels_N, bound, scales[0], with_gradient=with_gradient)
     known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
     fits = known and available(student_NV.device) and student_NV.element_size() <= 4  # kernels compute in fp32
     if fits and not isinstance(teacher_NV, TopK):  # the kernels know no classes of tokens
         from llmdistill.losses.fused import triton_head  # importing it requires Triton
 
         return triton_head.kernel_losses(
-            student_NV, teacher_NV, labels_N, terms, factors, scales=scales, with_gradient=with_gradient
+            student_NV, teacher_NV, labels_N, bound, scales=scales, with_gradient=with_gradient
         )
     size, few_exponentials, spare = max(1, len(labels_N)), None, []
     # _FewExponentials reads its values to check them; on CUDA the host would have to wait for them.
     if student_NV.device.type == "cpu":
         row_bytes = max(1, student_NV.shape[1] * factors.element_size())
         size = torch.get_num_threads() * max(1, _BLOCK_BYTES // row_bytes)  # rows
-        few_exponentials = None if isinstance(teacher_NV, TopK) else _FewExponentials.of(terms, factors)
+        few_exponentials = None if isinstance(teacher_NV, TopK) else _FewExponentials.of(bound)
     if few_exponentials is not None:
         spare = [student_NV[:size].new_empty(student_NV[:size].shape, dtype=factors.dtype) for _ in range(2)]
     sums = torch.zeros_like(factors)
@@ -78,7 +76,7 @@ def chunk_losses(
             memory = _Memory(student, teacher, *(buffer[: len(student)] for buffer in spare))
             losses = few_exponentials.compute(memory, labels, with_gradient=with_gradient)
         if losses is None:
-            losses = _block_losses(student, teacher, labels, terms, factors, with_gradient=with_gradient)
+            losses = _block_losses(student, teacher, labels, bound, with_gradient=with_gradient)
         if losses.gradient is not None and not scales[0].is_plain:
             losses.gradient.mul_(slope)
         # `.to` gives the chunk itself, or a copy if the dtypes differ, whose gradient must be written back.
@@ -102,30 +100,26 @@ def _span_chunk_losses(
     student_NV: Tensor,
     teacher: SpanRows,
     labels_N: Tensor,
-    terms: Sequence[TokenTerm],
-    factors: Tensor,
+    bound: BoundTokenTerms,
     scale: LogitScale,
     *,
     with_gradient: bool,
 ) -> Tensor:
     """`chunk_losses` for a teacher with another tokenizer: the divergences, and then the terms on labels."""
     if not scale.is_plain:
-        logits_NV = scale.apply_(student_NV.to(factors.dtype, copy=True))
+        logits_NV = scale.apply_(student_NV.to(bound.factors.dtype, copy=True))
         slope = scale.slope(logits_NV)
-        sums = _span_chunk_losses(
-            logits_NV, teacher, labels_N, terms, factors, LogitScale(), with_gradient=with_gradient
-        )
+        sums = _span_chunk_losses(logits_NV, teacher, labels_N, bound, LogitScale(), with_gradient=with_gradient)
         if with_gradient:
             student_NV.copy_(logits_NV.mul_(slope))
         return sums
-    sums = torch.zeros_like(factors)
-    soft = [place for place, term in enumerate(terms) if term.divergence is not None]
-    hard = [place for place, term in enumerate(terms) if term.divergence is None]
-    on_spans, on_labels = ([terms[place] for place in places] for places in (soft, hard))
+    sums = torch.zeros_like(bound.factors)
+    soft = [place for place, term in enumerate(bound.terms) if term.divergence is not None]
+    hard = [place for place, term in enumerate(bound.terms) if term.divergence is None]
     # The spans come first, because chunk_losses overwrites the logits.
-    sums[soft], gradients = span_losses(student_NV, teacher, on_spans, factors[soft], with_gradient=with_gradient)
+    sums[soft], gradients = span_losses(student_NV, teacher, bound.select(soft), with_gradient=with_gradient)
     if hard:
-        sums[hard] = chunk_losses(student_NV, None, labels_N, on_labels, factors[hard], with_gradient=with_gradient)
+        sums[hard] = chunk_losses(student_NV, None, labels_N, bound.select(hard), with_gradient=with_gradient)
     if gradients is not None:
         # With terms on labels the logits hold their gradient by now.
         student_NV.copy_(student_NV + gradients if hard else gradients)
@@ -136,12 +130,12 @@ def _block_losses(
     student: Tensor,
     teacher: Tensor | TopK | None,
     labels: Tensor,
-    terms: Sequence[TokenTerm],
-    factors: Tensor,
+    bound: BoundTokenTerms,
     *,
     with_gradient: bool,
 ) -> _BlockLosses:
     """Return the losses of any terms, by the closed-form derivatives: dz = (derivative - q Σ derivative) / t."""
+    terms, factors = bound
     gradient = torch.zeros_like(student) if with_gradient else None
     sums = torch.zeros_like(factors)
     temperatures = [1.0 if term.divergence is None else term.temperature for term in terms]
@@ -239,8 +233,9 @@ class _FewExponentials:
     """Factor of q - label in the derivative with respect to the logits, with q at temperature 1."""
 
     @classmethod
-    def of(cls, terms: Sequence[TokenTerm], factors: Tensor) -> _FewExponentials | None:
+    def of(cls, bound: BoundTokenTerms) -> _FewExponentials | None:
         """Return the computation for these terms; None if it does not support a term, or if the temperatures differ."""
+        terms, factors = bound
         soft = [term for term in terms if term.divergence is not None]
         temperatures = {term.temperature for term in soft} or {1.0}
         if len(temperatures) > 1 or any(term.divergence not in (FORWARD_KL, SOFT_CROSS_ENTROPY) for term in soft):

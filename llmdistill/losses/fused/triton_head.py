@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from llmdistill.batch import LogitScale
 from llmdistill.losses import divergence
-from llmdistill.losses.terms import TokenTerm
+from llmdistill.losses.terms import BoundTokenTerms
 
 LOG_FLOOR = tl.constexpr(divergence.LOG_FLOOR)
 LARGEST_BLOCK = 4096
@@ -25,8 +23,7 @@ def kernel_losses(
     student_NV: Tensor,
     teacher_NV: Tensor | None,
     labels_N: Tensor,
-    terms: Sequence[TokenTerm],
-    factors: Tensor,
+    bound: BoundTokenTerms,
     *,
     scales: tuple[LogitScale, LogitScale] = (LogitScale(), LogitScale()),
     with_gradient: bool,
@@ -39,6 +36,7 @@ def kernel_losses(
     rows; the teacher's stay as they are, the student's too if `with_gradient` is False. The sums are fp32. Factors and
     caps of the logits are applied to a block when it is read.
     """
+    terms, factors = bound
     rows, words = student_NV.shape
     if teacher_NV is None:
         assert all(term.divergence is None for term in terms), "a divergence needs the teacher's logits"

@@ -97,8 +97,8 @@ def test_words_go_to_the_kernel_unless_it_does_not_know_the_divergence(monkeypat
     expected = token_losses(student, teacher, labels, terms, factors)
     seen = []
 
-    def kernel_losses(student_NV, teacher_NV, labels_N, given, factors, *, scales, with_gradient):
-        seen.append((list(given), scales, with_gradient))
+    def kernel_losses(student_NV, teacher_NV, labels_N, bound, *, scales, with_gradient):
+        seen.append((list(bound.terms), scales, with_gradient))
         return expected.sums * len(labels_N) / 5
 
     stand_in(monkeypatch, "head", kernel_losses=kernel_losses)

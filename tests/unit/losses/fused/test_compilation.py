@@ -14,7 +14,7 @@ from llmdistill.losses.fused.blocks import AttentionInputs
 from llmdistill.losses.fused.triton_attention import attention_loss
 from llmdistill.losses.fused.triton_features import squared_error
 from llmdistill.losses.fused.triton_head import kernel_losses
-from llmdistill.losses.terms import TokenTerm
+from llmdistill.losses.terms import BoundTokenTerms, TokenTerm
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -46,7 +46,7 @@ def test_head(compiled):
     logits, labels = torch.zeros(2, 100, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
     divergences = (None, FORWARD_KL, jsd_with_derivative(0.5), TOTAL_VARIATION)
     terms = [TokenTerm("term", divergence, temperature=2.0) for divergence in divergences]
-    kernel_losses(logits, logits.clone(), labels, terms, torch.ones(4), with_gradient=True)
+    kernel_losses(logits, logits.clone(), labels, BoundTokenTerms(terms, torch.ones(4)), with_gradient=True)
     assert [kernel.name for kernel in compiled] == ["_rows_kernel"]
 
 

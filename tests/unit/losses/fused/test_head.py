@@ -7,7 +7,7 @@ from llmdistill.batch import HeadInputs, LogitScale
 from llmdistill.losses import divergence
 from llmdistill.losses.fused import triton_head
 from llmdistill.losses.fused.triton_head import kernel_losses
-from llmdistill.losses.terms import TokenTerm
+from llmdistill.losses.terms import BoundTokenTerms, TokenTerm
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of words that nobody uses
 
@@ -54,7 +54,7 @@ def expected(student: Tensor, teacher: Tensor | None, labels: Tensor, terms: lis
 
 def run(student, teacher, labels, terms, *, with_gradient: bool = True) -> Tensor:
     factors = FACTORS[: len(terms)].to(student.device)
-    return kernel_losses(student, teacher, labels, terms, factors, with_gradient=with_gradient)
+    return kernel_losses(student, teacher, labels, BoundTokenTerms(terms, factors), with_gradient=with_gradient)
 
 
 def error(result: Tensor, reference: Tensor) -> float:
@@ -101,7 +101,9 @@ def test_logits_with_a_factor_and_a_cap(device: torch.device, case: str, scales)
     factors = FACTORS[: len(TERMS[case])].to(device)
     losses = token_losses_plain(ours, theirs, labels, TERMS[case], factors)
     (gradient,) = torch.autograd.grad(losses.total, outputs)
-    sums = kernel_losses(student, teacher, labels, TERMS[case], factors, scales=scales, with_gradient=True)
+    sums = kernel_losses(
+        student, teacher, labels, BoundTokenTerms(TERMS[case], factors), scales=scales, with_gradient=True
+    )
     torch.testing.assert_close(sums.double(), losses.sums, rtol=1e-5, atol=0.0)
     assert error(student, gradient) < 1e-5
 
