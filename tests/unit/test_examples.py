@@ -103,6 +103,29 @@ def test_my_own_loss(capsys):
     assert losses[-1] < losses[0]
 
 
+def test_other_tokenizer(capsys):
+    """A token of both tokenizers keeps its vector; another has the mean of those that the teacher reads in its text."""
+    names = run("other_tokenizer.py", "--teacher", decoder(), "--output", "other")
+    assert "other: 512 tokens in place of the teacher's 1,024\n" in capsys.readouterr().out
+    old, new = (AutoTokenizer.from_pretrained(folder) for folder in ("decoder", "other"))
+    given, made = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("decoder", "other"))
+    table, vectors = (model.get_input_embeddings().weight for model in (given, made))
+    assert vectors.shape == (len(new), given.config.hidden_size)
+    whole = [token for token in new.get_vocab() if token in old.get_vocab()]
+    split = [token for token in new.get_vocab() if token not in old.get_vocab() and token != new.eos_token]
+    assert whole
+    assert split
+    for token in whole:
+        assert torch.equal(vectors[new.get_vocab()[token]], table[old.get_vocab()[token]])
+    for token in split:
+        text = new.decode([new.get_vocab()[token]])
+        expected = torch.stack([table[index] for index in old(text, add_special_tokens=False).input_ids]).mean(0)
+        torch.testing.assert_close(vectors[new.get_vocab()[token]], expected)
+    for name, value in given.model.layers.state_dict().items():
+        assert torch.equal(made.model.layers.state_dict()[name], value)
+    assert made.config.eos_token_id == made.generation_config.eos_token_id == new.eos_token_id
+
+
 @pytest.mark.slow
 def test_plain_loop(capsys):
     """On the embedded world: both students get better at what the training data leave out, and MaKD's more so."""
