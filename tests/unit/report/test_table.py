@@ -124,8 +124,11 @@ def test_no_card_of_an_answer_stands_alone_in_the_last_row(models):
     page = render("run.html.j2", **PAGE, samples=[sample])
     columns = {int(most): int(count) for most, count in re.findall(r"--c(\d):(\d+);", page.split("</style>")[1])}
     cards = models + 1
-    fits = {most: max(n for n in range(1, most + 1) if n == 1 or (n <= cards and cards % n != 1)) for most in columns}
-    assert columns == fits
+    for most, count in columns.items():
+        fitting = [n for n in range(1, min(most, cards) + 1) if n == 1 or cards % n != 1]
+        rows = {n: -(-cards // n) for n in fitting}
+        fewest = [n for n in fitting if rows[n] == min(rows.values())]
+        assert count == min(fewest), "the fewest rows, and these as even as they can be"
     assert len(columns) == 4
 
 
