@@ -136,7 +136,7 @@ def test_the_logits_of_a_batch_are_never_there(model, tokenizer, monkeypatch):
 
 @pytest.mark.parametrize(("batch_size", "tokens", "most"), [(5, 128, 2), (1, 8192, 1), (3, 8192, 3), (9, 32, 1)])
 def test_a_forward_pass_reads_so_many_windows_and_tokens(model, tokenizer, monkeypatch, batch_size, tokens, most):
-    monkeypatch.setattr(module, "_BATCH_TOKENS", tokens)
+    monkeypatch.setattr(module, "_BATCH_TOKENS", {"cpu": tokens})
     windows, read = cut_windows(TEXT, tokenizer, model.config, WindowSizes(64, limit=7), name=""), []
     hook = model.register_forward_pre_hook(
         lambda _, args, given: read.append(len(given["input_ids"])), with_kwargs=True
