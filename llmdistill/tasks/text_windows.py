@@ -150,7 +150,7 @@ def score_windows(
     """Return the perplexity of a decoder in evaluation mode on the windows of a text.
 
     The ranks share the windows, and every rank must call this function; the result does not depend on their number. A
-    forward pass reads at most batch_size windows and about 8,192 tokens (1,024 on a CPU); the progress bar shows `name`.
+    forward pass reads at most batch_size windows and about 8,192 tokens (1,024 on a CPU); the bar shows `name`.
 
     Returns:
         ``{"loss": nats per token, "perplexity": its exponential, "tokens": those that are scored, "windows": those that
@@ -160,7 +160,9 @@ def score_windows(
     size = max(1, min(batch_size, _BATCH_TOKENS.get(world.device.type, 8192) // windows.window))
     parts = [range(start, min(start + size, windows.count)) for start in range(0, windows.count, size)]
     sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # a row for each part; those of other ranks stay 0
-    rounds = progress(range(0, len(parts), world.size), f"Perplexity on {name}", "windows" if size == 1 else "batches of windows")
+    rounds = progress(
+        range(0, len(parts), world.size), f"Perplexity on {name}", "windows" if size == 1 else "batches of windows"
+    )
     with label_loss(model, shift=True) as loss_of:
         for first in rounds:
             # A sharded model needs all ranks in each pass: a rank without a part of its own repeats the first one.

@@ -3,9 +3,9 @@
     python scripts/examples/other_tokenizer.py                                 # 512 tokens, learned from embedded:train
     python scripts/examples/other_tokenizer.py --teacher DIR --tokenizer gpt2 --output other-tokens
 
-The student is a copy of the teacher with other tokens: the embedding of a token that the teacher knows is the teacher's,
-that of another the mean of the teacher's embeddings of its text. `llmdistill train --method kd --student.model
-other-tokens` then distills between both tokenizers (docs/teachers.md).
+The student is a copy of the teacher with other tokens: the embedding of a token that the teacher knows is the
+teacher's, that of another the mean of the teacher's embeddings of its text. `llmdistill train --method kd
+--student.model other-tokens` then distills between both tokenizers (docs/teachers.md).
 """
 
 # %% The models and the tokenizer
@@ -21,7 +21,9 @@ from llmdistill.embedded import locate
 parser = argparse.ArgumentParser(description="Give a copy of a decoder another tokenizer.", allow_abbrev=False)
 parser.add_argument("--teacher", default="embedded:teacher", help="a folder, or a name on the hub")
 parser.add_argument("--tokenizer", help="the student's: a folder, or a name on the hub; default: learned from --texts")
-parser.add_argument("--texts", default="embedded:train", help="rows of instructions that a new tokenizer is learned from")
+parser.add_argument(
+    "--texts", default="embedded:train", help="rows of instructions that a new tokenizer is learned from"
+)
 parser.add_argument("--tokens", type=int, default=512, help="the size of a new tokenizer's vocabulary")
 parser.add_argument("--output", default="other-tokens", type=Path, help="the student's folder")
 given = parser.parse_args([] if "ipykernel" in sys.modules else None)  # a notebook has no command line

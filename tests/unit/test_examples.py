@@ -105,7 +105,7 @@ def test_my_own_loss(capsys):
 
 def test_other_tokenizer(capsys):
     """A token of both tokenizers keeps its vector; another has the mean of those that the teacher reads in its text."""
-    names = run("other_tokenizer.py", "--teacher", decoder(), "--output", "other")
+    run("other_tokenizer.py", "--teacher", decoder(), "--output", "other")
     assert "other: 512 tokens in place of the teacher's 1,024\n" in capsys.readouterr().out
     old, new = (AutoTokenizer.from_pretrained(folder) for folder in ("decoder", "other"))
     given, made = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("decoder", "other"))
