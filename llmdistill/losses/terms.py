@@ -131,7 +131,9 @@ class Losses:
     """Term name -> its loss, unweighted and without an autograd graph."""
 
 
-def add_losses(one: LossSum, other: LossSum) -> LossSum:
-    """Add the losses of two layers of one term; the count is that of one layer."""
+def add_losses(*losses: LossSum) -> LossSum:
+    """Add the losses of the layers of one term; the count is that of one layer."""
+    import torch  # settings are checked against terms before torch is imported
+
     # All layers have the same tokens, so dividing by the count of one layer gives the sum of the layers' means.
-    return LossSum(one.sum + other.sum, one.count)
+    return LossSum(torch.stack([loss.sum for loss in losses]).sum(), losses[0].count)

@@ -271,7 +271,9 @@ def mse_term(
             # (B, G, T, D) of both models to (B, T, G·D); a mapped student is already as wide as the teacher.
             teacher_features = losses.side_by_side(teacher_features)
             student_features = student_features if mapped else losses.side_by_side(student_features)
-        return losses.matrix_mse(student_features, teacher_features, mask, normalize=scale == "token")
+        # That of the batch counts its tokens once for all layers.
+        real = mask if student.mask is None else student.mask
+        return losses.matrix_mse(student_features, teacher_features, real, normalize=scale == "token")
 
     return layer_term(name or aspect, pair, loss, aspect)
 

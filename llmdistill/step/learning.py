@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,30 +26,49 @@ class LayerLosses:
 
     def __init__(self, terms: Sequence[LayerTerm], teacher: Taps, attention_mask: Tensor) -> None:
         """`teacher` loses its taps as the terms are computed."""
-        self._waiting = list(terms)
         self._teacher = teacher
         self._mask = attention_mask
-        self._arrived: set[Tap] = set()
-        self.sums: dict[str, LossSum] = {}
+        # How many taps each term waits for, which terms wait for a tap, and how many terms still read it.
+        self._missing = [len(term.student) for term in terms]
+        self._readers: dict[Tap, list[tuple[int, LayerTerm]]] = {}
+        for number, term in enumerate(terms):
+            for tap in term.student:
+                self._readers.setdefault(tap, []).append((number, term))
+        self._needed = Counter(chain.from_iterable(term.student for term in terms))
+        self._needed_of_teacher = Counter(chain.from_iterable(term.teacher for term in terms))
+        self._losses: dict[str, list[LossSum]] = {}
+
+    @property
+    def sums(self) -> dict[str, LossSum]:
+        """The sums so far, by the name of their term; those of several layers are added."""
+        return {name: add_losses(*losses) for name, losses in self._losses.items()}
 
     def compute_ready(self, taps: Taps, tap: Tap) -> None:
         """Compute the terms that are ready now that the student's tap `tap` has been added to `taps`."""
-        self._arrived.add(tap)
-        ready = [term for term in self._waiting if term.student <= self._arrived]
-        self._waiting = [term for term in self._waiting if not term.student <= self._arrived]
-        for term in ready:
-            with without_autocast(self._mask.device):
-                loss = term.loss(taps, self._teacher, self._mask)
-            # Terms of several layers share a name, and the log shows their sum.
-            self.sums[term.name] = add_losses(self.sums[term.name], loss) if term.name in self.sums else loss
-        _drop_unneeded(taps, [{tap}, *(term.student for term in ready)], [term.student for term in self._waiting])
-        _drop_unneeded(self._teacher, [term.teacher for term in ready], [term.teacher for term in self._waiting])
+        for number, term in self._readers.get(tap, ()):
+            self._missing[number] -= 1
+            if self._missing[number] == 0:
+                with without_autocast(self._mask.device):
+                    loss = term.loss(taps, self._teacher, self._mask)
+                self._losses.setdefault(term.name, []).append(loss)
+                _drop_unneeded(taps, term.student, self._needed)
+                _drop_unneeded(self._teacher, term.teacher, self._needed_of_teacher)
+        if tap not in self._readers:
+            _drop(taps, tap)
 
 
-def _drop_unneeded(taps: Taps, done: Sequence[Collection[Tap]], needed: Sequence[Collection[Tap]]) -> None:
-    for aspect, layer in set[Tap]().union(*done).difference(*needed):
-        getattr(taps, aspect).pop(layer, None)
-        taps.projected.get(aspect, {}).pop(layer, None)
+def _drop_unneeded(taps: Taps, read: Collection[Tap], needed: Counter[Tap]) -> None:
+    """Drop the taps that a term has read, if no other term needs them."""
+    for tap in read:
+        needed[tap] -= 1
+        if needed[tap] == 0:
+            _drop(taps, tap)
+
+
+def _drop(taps: Taps, tap: Tap) -> None:
+    aspect, layer = tap
+    getattr(taps, aspect).pop(layer, None)
+    taps.projected.get(aspect, {}).pop(layer, None)
 
 
 class HeadLosses:

@@ -40,8 +40,6 @@ class Hidden(NamedTuple):
     """Index within the block: all queries of the block see all keys before this index."""
     bias: Tensor
     """(S or 1, 1, L, J - first): HIDDEN where not seen, else 0."""
-    seen: Tensor
-    """(S or 1, 1, L, 1): the number of keys of the block that each query sees."""
 
 
 def hidden_keys(mask: AttentionMask, rows: slice, keys: slice, *, one_segment: bool, like: Tensor) -> Hidden | None:
@@ -55,9 +53,10 @@ def hidden_keys(mask: AttentionMask, rows: slice, keys: slice, *, one_segment: b
         like: tensor with the device and dtype of the result.
     """
     causal, window, segments_ST = mask.causal, mask.window, mask.segments_BT
-    only_causal = causal and one_segment and window is None and not mask.has_limits
-    # Every query of the block sees the keys before its first query, so that only the block's end needs a bias.
-    first = rows.start - keys.start if only_causal else 0
+    if causal and one_segment and window is None and not mask.has_limits:
+        # Every query of the block sees the keys before its first query, so that only the block's end needs a bias.
+        size = rows.stop - rows.start
+        return Hidden(rows.start - keys.start, like.new_full((1, 1, size, size), HIDDEN).triu_(1))
     hidden: list[Tensor] = []
     if not one_segment:
         hidden.append(segments_ST[:, None, rows, None] != segments_ST[:, None, None, keys])  # (S, 1, L, J)
@@ -66,15 +65,13 @@ def hidden_keys(mask: AttentionMask, rows: slice, keys: slice, *, one_segment: b
         hidden.append(key_J >= mask.visible_until_BT[:, None, rows, None])
     if causal or window is not None:
         query_L1 = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
-        distance_11LJ = (query_L1 - torch.arange(keys.start + first, keys.stop, device=like.device))[None, None]
+        distance_11LJ = (query_L1 - torch.arange(keys.start, keys.stop, device=like.device))[None, None]
         hidden += [distance_11LJ < 0] if causal else []
         hidden += [distance_11LJ >= window] if window is not None else []
     if not hidden:
         return None
     hidden_S1LJ = reduce(torch.logical_or, hidden)
-    # Keys before `first` are never hidden, so those of the bias are all that counts.
-    seen_S1L1 = (keys.stop - keys.start) - hidden_S1LJ.sum(-1, keepdim=True)
-    return Hidden(first, hidden_S1LJ.to(like.dtype).mul_(HIDDEN), seen_S1L1)
+    return Hidden(0, hidden_S1LJ.to(like.dtype).mul_(HIDDEN))
 
 
 def row_losses(
@@ -94,7 +91,9 @@ def row_losses(
         for scores in (student_SHLJ, teacher_SHLJ):
             scores[..., hidden.first :].add_(hidden.bias)
     if kind == "score_mse":
-        seen = student_SHLJ.shape[-1] if hidden is None else hidden.seen
+        keys = student_SHLJ.shape[-1]
+        # Keys before `first` are never hidden, so those of the bias are all that counts.
+        seen = keys if hidden is None else keys - (hidden.bias != 0).sum(-1, keepdim=True)
         # Mean of (s - t)² over the visible keys; its derivative is 2 (s - t) / number of visible keys.
         error = student_SHLJ.sub_(teacher_SHLJ)
         squares = torch.mul(error, error, out=spare_SHLJ).sum(-1, keepdim=True)

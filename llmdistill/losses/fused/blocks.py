@@ -90,11 +90,9 @@ def block_loss(
     assert not (both and "key" in gradients), "one tensor has one gradient"
     shape = shape or block_shape(student, teacher, mask)
     # fp64 inputs (gradcheck) stay fp64; sums of bf16 and fp16 are fp32.
-    dtype = torch.promote_types(torch.promote_types(student.query.dtype, teacher.query.dtype), torch.float32)
+    dtype = torch.float64 if torch.float64 in (student.query.dtype, teacher.query.dtype) else torch.float32
     # 0 at padding, else a share of the mean over heads.
-    weights_B1T1 = (mask.segments_BT != 0).to(dtype)[:, None, :, None] / heads
-    # No padding, and one sequence per row; on a GPU the host would wait for this check.
-    one_segment = mask.segments_BT.device.type == "cpu" and bool((mask.segments_BT == 1).all())
+    weights_B1T1 = mask.real_BT.to(dtype)[:, None, :, None] / heads
     total = torch.zeros((), device=student.query.device, dtype=dtype)
     of_query = torch.empty_like(student.query) if "query" in gradients else None
     # One tensor on both sides: `_StripGradient.finish` writes its total gradient.
@@ -105,7 +103,7 @@ def block_loss(
     buffers = [torch.empty(math.prod(shape) * tokens, device=total.device, dtype=dtype) for _ in range(3)]
     for sequences in _split(batch, shape.sequences):
         of_strip = mask.of_sequences(sequences)
-        real_S1T1 = None if one_segment else (of_strip.segments_BT != 0)[:, None, :, None]
+        real_S1T1 = None if mask.is_one_segment else of_strip.real_BT[:, None, :, None]
         for at in _split(heads, shape.heads):
             ours, theirs = (_Strip(inputs, sequences, at, real_S1T1, dtype) for inputs in (student, teacher))
             gradient = None
@@ -121,7 +119,7 @@ def block_loss(
                 queries_NXD = ours.queries(rows)
                 ours.scores(queries_NXD, keys, out=s)
                 theirs.scores(theirs.queries(rows), keys, out=t)
-                hidden = hidden_keys(of_strip, rows, keys, one_segment=one_segment, like=s)
+                hidden = hidden_keys(of_strip, rows, keys, one_segment=mask.is_one_segment, like=s)
                 losses = row_losses(kind, s, t, spare, hidden, derivative=gradient is not None)
                 weights_S1L1 = weights_B1T1[sequences, :, rows]
                 total += (losses.value * weights_S1L1).sum()
