@@ -105,4 +105,6 @@ __all__ = [*_MODULES]
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    # Kept, as a method asks for its loss in each layer.
+    globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return globals()[name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -41,12 +43,12 @@ def matrix_mse(
     if available(student.device) and torch.float64 not in (student.dtype, teacher.dtype):
         from llmdistill.losses.fused import triton_features  # importing it requires Triton
 
-        compute, real_BT = triton_features.squared_error, mask.real_BT
+        compute = partial(triton_features.squared_error, student, teacher, mask.real_BT)
     else:
-        compute, real_BT = squared_error, None if mask.is_one_segment else mask.real_BT
+        compute = partial(squared_error, student, teacher, None if mask.is_one_segment else mask.real_BT)
     with torch.no_grad():
         floor = MIN_SQUARE if normalize else None
-        total, gradient = compute(student, teacher, real_BT, min_square=floor, with_gradient=needs_gradient)
+        total, gradient = compute(min_square=floor, with_gradient=needs_gradient)
     return LossSum(with_gradient(total, (student, gradient)), mask.count)
 
 

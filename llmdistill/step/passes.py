@@ -173,7 +173,8 @@ class HookSums:
         """Return the number of tokens.
 
         Args:
-            sums: pairs of a name, as a user would call it, and the sum of that name.
+            sums: pairs of a name, as a user would call it, and the total () of the sums of that name, in fp64: it is
+                not finite if one of them is not, and does not overflow.
 
         Raises:
             UserError: there is no token, or a sum is not finite.
@@ -181,9 +182,8 @@ class HookSums:
         if not self.tokens > 0:
             raise UserError("the calibration data hold no token: name data with at least one example")
         named = list(sums)
-        for (name, _), is_finite in zip(
-            named, each_holds([tensor.isfinite().all() for _, tensor in named]), strict=True
-        ):
+        finite = torch.stack([total for _, total in named]).isfinite().tolist() if named else []
+        for (name, _), is_finite in zip(named, finite, strict=True):
             if not is_finite:
                 raise UserError(
                     f"{name} are not finite on the calibration data: name other data, or load the model as fp32"
@@ -192,7 +192,7 @@ class HookSums:
 
 
 def each_holds(flags: list[Tensor]) -> list[bool]:
-    """Return the values of some flags (), which a GPU is asked for once."""
+    """Return whether each of some numbers () is not zero, for which a GPU is asked once."""
     return list(map(bool, torch.stack(flags).tolist())) if flags else []
 
 
@@ -256,4 +256,5 @@ def run_passes(
                 passes.after(sums, number + 1, total)
     finally:
         sums.remove()
-        model.train(training)
+        if training:
+            model.train()

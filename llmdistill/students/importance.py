@@ -155,7 +155,7 @@ class _Sums(HookSums):
         if reduce is not None:
             for total in (self.tokens, *self._sums.values()):
                 reduce(total)
-        tokens = self.count_tokens((f"the activations of {name}", total) for name, total in self._sums.items())
+        tokens = self.count_tokens((f"the activations of {name}", total.sum()) for name, total in self._sums.items())
         means = {name: (total / self.tokens).cpu() for name, total in self._sums.items()}
 
         def all_layers(what: str) -> Tensor:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, compress
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -143,15 +143,21 @@ class _Sums(HookSums):
         for lower in (*self._inputs.values(), *self._gradients.values()):
             # The blocks on the diagonal are whole already; what is right of them mirrors what is below.
             block = _block(lower.device)
-            for start in range(0, len(lower), block):
+            for start in range(0, len(lower) - block, block):
                 here, below = slice(start, start + block), slice(start + block, None)
                 lower[here, below] = lower[below, here].T
-        measured = chain(self._inputs.items(), self._gradients.items())
-        tokens = self.count_tokens((f"the inputs or gradients of {name}", moment) for name, moment in measured)
+        # No entry of Σ x xᵀ is larger than the largest of its diagonal, where none is negative.
+        traces = [
+            {name: moment.diagonal().sum(dtype=torch.float64) for name, moment in sums.items()}
+            for sums in (self._inputs, self._gradients)
+        ]
+        tokens = self.count_tokens(
+            (f"the inputs or gradients of {name}", trace) for of_kind in traces for name, trace in of_kind.items()
+        )
         # A moment of zeros is that of a linear that never ran in these data, or whose output the loss does not read.
         inputs, gradients = (
-            dict(compress(sums.items(), each_holds([moment.any() for moment in sums.values()])))
-            for sums in (self._inputs, self._gradients)
+            dict(compress(sums.items(), each_holds(list(of_kind.values()))))
+            for sums, of_kind in zip((self._inputs, self._gradients), traces, strict=True)
         )
         return {
             name: Moments(inputs=inputs[source], gradients=gradients.get(name), tokens=tokens)
@@ -212,6 +218,9 @@ def _add_outer_products(sums: dict[str, Tensor], name: str, rows_NK: Tensor) -> 
     if name not in sums:
         sums[name] = rows.new_zeros(width, width)
     block = _block(rows.device)
+    if width <= block:
+        sums[name].addmm_(rows.T, rows)
+        return
     for end in range(block, width + block, block):
         here = slice(end - block, end)
         # (block, end): rows of the moment up to their own columns

@@ -276,7 +276,8 @@ def tapped_output(model: PreTrainedModel) -> Iterator[TappedModel]:
         yield tapped
     finally:
         tapped.remove()
-        model.train(training)
+        if training:
+            model.train()
 
 
 def judged_rows(tapped: TappedModel, batch: Batch) -> tuple[HeadInputs, bool, bool]:

@@ -77,7 +77,8 @@ def measure_table(
         for tensor in (sums.tokens, *sums.sums.values()):
             reduce(tensor)
     tokens = sums.count_tokens(
-        ("the inputs or gradients of the token embedding", tensor) for tensor in sums.sums.values()
+        ("the inputs or gradients of the token embedding", tensor.sum(dtype=torch.float64))
+        for tensor in sums.sums.values()
     )
     return TableMoments(**sums.sums, tokens=tokens)
 
