@@ -16,23 +16,23 @@ class GenerationConfig:
     decoding: that takes five passes, which the sets of MiniLLM (--suite) and the recipes of papers have."""
 
     decoding: Literal["sample", "greedy"] = "greedy"
-    """greedy: one pass; sample: MiniLLM's temperature 1, top_p 1, no top_k, and one pass per seed, which is the default
-    of `evaluate --suite dolly` and the other sets of MiniLLM."""
+    """greedy: one pass. sample: MiniLLM's temperature 1, top_p 1, no top_k, and one pass per seed, the default of
+    `evaluate --suite dolly` and MiniLLM's other sets."""
     seeds: list[int] = field(default_factory=lambda: [10, 20, 30, 40, 50], metadata=each_once(0, ", none below 0"))
     """Seeds of the sampling passes; the reported ROUGE-L is their mean."""
     no_repeat_ngram_size: int = field(default=6, metadata=at_least(0))
-    """No n-gram of this length occurs twice in an answer; 0 switches it off."""
+    """Let no n-gram of this length occur twice in an answer; 0 switches it off."""
     batch_size: int = field(default=32, metadata=at_least(1))
     """Number of prompts in a generation batch on each rank. Sampled answers depend on it."""
     limit: int | None = field(default=None, metadata=at_least(1))
     """Score only the first so many examples of each set, and windows of a text."""
     window: int | None = field(default=None, metadata=at_least(2))
-    """Tokens of a window of a text whose perplexity is measured, a begin token that the tokenizer puts before texts
-    included; what is left at the end of the text is dropped.
-    Default: 2048, as in the papers on SVD, or the positions of a model that has fewer."""
+    """Tokens of a window when the perplexity of a text is measured, with the begin token if the tokenizer writes one.
+    The rest at the end of the text is left out. Default: 2048, as in the papers on SVD, or the model's positions if
+    these are fewer."""
     stride: int | None = field(default=None, metadata=at_least(1))
-    """Tokens from one window of a text to the next; those that a window shares with the one before it are only
-    context. Default: the text's tokens in a window."""
+    """Tokens from one window of a text to the next. The tokens that a window shares with the one before are only
+    context. Default: no overlap."""
     models: list[Literal["teacher", "untrained", "student"]] = field(
         default_factory=lambda: ["teacher", "untrained", "student"]
     )

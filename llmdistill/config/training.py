@@ -32,9 +32,8 @@ class TrainConfig:
     steps: int = field(default=DEFAULT_STEPS, metadata=COMMON | replaces("train.epochs") | at_least(1))
     """Number of optimizer steps of the whole run."""
     epochs: int | None = field(default=None, metadata=replaces("train.steps") | at_least(1))
-    """Passes over the training set, instead of steps; give only one of the two. The number of steps is computed
-    after the set is read, and rounded up (for a task each pass is rounded up on its own). Not available if data.kind
-    is instructions."""
+    """Passes over the training set, instead of steps; give only one of the two. The run counts the steps once it has
+    read the set, and rounds them up (for a task each pass on its own). Not with data.kind instructions."""
     global_batch_size: int = field(default=64, metadata=COMMON | at_least(1))
     """Sequences per optimizer step, over all ranks and accumulation steps."""
     micro_batch_size: int | None = field(default=None, metadata=FREE | COMMON | at_least(1))
@@ -50,7 +49,7 @@ class TrainConfig:
     min_learning_rate: float = field(default=0.0, metadata=LEARNING_RATE)
     """Learning rate at the end of a cosine or linear decay."""
     weight_decay: float = field(default=0.0, metadata=at_least(0))
-    """AdamW's weight decay; biases and norms have no weight decay."""
+    """AdamW's weight decay, except of biases and norms."""
     betas: tuple[float, float] = field(
         default=(0.9, 0.999),
         metadata=takes(
@@ -61,39 +60,38 @@ class TrainConfig:
     eps: float = field(default=1e-8, metadata=takes(lambda value: value > 0, "give a number over 0, 1e-8 is usual"))
     """AdamW's ε."""
     max_grad_norm: float = field(default=1.0, metadata=at_least(0))
-    """Gradients are clipped to this norm; 0 switches it off."""
+    """Clip gradients to this norm; 0 switches it off."""
     not_finite: Literal["skip", "stop"] = field(default="skip", metadata=FREE)
-    """What a step does whose gradient is inf or NaN: skip leaves the student as it was, and three such steps in a row
-    end the run; stop ends it at the first. The batch is kept in the run's folder. A step that DeepSpeed applies anyway
-    (ZeRO stage 0 in fp32, bf16.check_grad_overflow false) always ends the run, before anything is saved."""
+    """What to do about a gradient that is inf or NaN: skip leaves the student as it was and ends the run after three
+    such steps in a row; stop ends it at the first. The run's folder keeps the batch. A step that DeepSpeed applies
+    anyway (ZeRO stage 0 in fp32, bf16.check_grad_overflow false) always ends the run, before anything is saved."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of the student's forward and backward pass; auto takes what the ds_config says
-    (bf16.enabled); where that is "auto", as in those that ship, bf16 on a GPU that supports it, else fp32."""
+    """Number format of the student's forward and backward pass. auto takes that of the ds_config (bf16.enabled); if
+    this is "auto" too, as in the shipped ones, bf16 on a GPU that supports it and fp32 elsewhere."""
     activation_checkpointing: bool = field(default=False, metadata=FREE)
     """Recompute the student's activations in the backward pass: less memory, more time."""
     compile: bool | Literal["auto"] = field(default=False, metadata=FREE)
     """Compile the layers of student and teacher (torch.compile), one graph for all layers of a kind and all lengths:
     the first steps take minutes, later steps are faster. auto: on a GPU with a compiler, from 500 steps on, where
-    nothing speaks against it. Not available under ZeRO-3 or with a sharded teacher, for architectures without masks of
-    ours, and without a C++ compiler. With dropout the random numbers differ from those without compile."""
+    nothing speaks against it. Not with ZeRO-3, a sharded teacher, an architecture that makes its own masks, or without
+    a C++ compiler. With dropout the random numbers differ from those without compile."""
     log_every: int | None = field(default=10, metadata=FREE | at_least(1))
     """Steps between two lines of the log; null writes about four; a validation has a line of its own."""
     report_to: list[Literal["tensorboard", "wandb", "mlflow"]] | None = field(
         default=None, metadata=FREE | takes(lambda names: len(set(names)) == len(names), "name each of them once")
     )
-    """Where the figures of the log go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow; [] for nowhere.
-    Default: to the monitors that ds_config enables, which is TensorBoard in those that ship."""
+    """Where the log goes besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow; [] for nowhere. Default: the
+    monitors that ds_config enables, TensorBoard in the shipped ones."""
     validate_every: int = field(default=100, metadata=FREE | at_least(1))
-    """Steps between two validations on data.valid, if it is given; the first step is preceded by one, and the last
-    step is always validated."""
+    """Steps between two validations on data.valid, if there is one. A run also validates before the first step and
+    after the last."""
     keep_best: Literal["loss", "score"] | None = None
     """Keep the student of the best validation instead of the last one: loss is the validation loss, score the mean
     ROUGE-L of generated answers to data.valid (with the first seed of scoring), as in MiniLLM, or for sentences
-    Spearman's correlation. Of equal validations
-    the first is kept."""
+    Spearman's correlation. Of equal validations the first wins."""
     save_every: int | None = field(default=100, metadata=FREE | at_least(1))
-    """Steps between two checkpoints; the last step is always saved. null saves none meanwhile: a run that is killed
-    starts again from the beginning, while one that is stopped by a signal or a lost server saves its last step."""
+    """Steps between two checkpoints; a run always saves its last step. null saves none in between: a killed run starts
+    again from the beginning, but after a signal or a lost server a run still saves its last step."""
     keep_checkpoints: int = field(default=2, metadata=FREE | at_least(1))
     """Number of checkpoints to keep."""
 
