@@ -31,6 +31,7 @@ PROMPT_WITH_INPUT = (
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 
+_MARK = "INSTRUCTION"
 _RECORD = "llmdistill_prompt"
 """Key of a student's tokenizer_config.json: the prompt that it was trained with. Tokenizers keep keys they do not know,
 so the record stays with the tokenizer, whoever saves it again."""
@@ -127,6 +128,15 @@ def render_prompt(example: Example, tokenizer: PreTrainedTokenizerBase | None = 
         raise UserError(f"{source_prefix(example)}an input, but data.prompt has no {{input}} to put it; add the field")
     # One substitution instead of str.format: braces in the example, and other braces of the prompt, stay as they are.
     return re.sub(r"\{(instruction|input)\}", lambda field: str(getattr(example, field[1])), prompt)
+
+
+def text_around(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, str]:
+    """Return what a resolved prompt writes before and after an instruction; empty texts if it refuses one alone."""
+    try:
+        before, _, after = render_prompt(Example(_MARK, "", ("",)), tokenizer, prompt).partition(_MARK)
+    except UserError:  # a chat template that needs a system turn, say
+        return "", ""
+    return before, after
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None = None) -> list[int]:

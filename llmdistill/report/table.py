@@ -12,6 +12,7 @@ from llmdistill.files import write_json
 from llmdistill.messages import print_result
 from llmdistill.report.drawings import save_drawings
 from llmdistill.report.metrics_log import Log, read_metrics_log, term_names
+from llmdistill.report.nearness import NATS, Found, nearness_bars, nearness_scores, nearness_sentence
 from llmdistill.report.pages import write_page
 from llmdistill.report.panels import plot_terms
 from llmdistill.report.plots import Drawing, is_line, mean_curve, method_styles
@@ -62,9 +63,16 @@ def draw_training(log: Log) -> list[Drawing]:
     return [Drawing("curves", "Loss over the steps", caption, figure)]
 
 
-def with_loss(scores: ScoreTable, log: Log) -> ScoreTable:
-    """Return the table with the student's last loss, if there is no set to score models on and a loss is known."""
-    loss = None if scores.columns else _find_last_loss(log)
+def fill_scores(scores: ScoreTable, nearness: Found, log: Log) -> ScoreTable:
+    """Return the table; if there was no set to score models on, their distance from the teacher or the last loss."""
+    if scores.columns:
+        return scores
+    distance = nearness_scores(nearness)
+    if distance is not None:
+        return replace(
+            distance, rows={key: distance.rows.get(key, [""] * len(distance.columns)) for key in scores.rows}
+        )
+    loss = _find_last_loss(log)
     if loss is None:
         return scores
     rows = {key: [loss[1] if key == "student" else ""] for key in scores.rows}
@@ -110,6 +118,8 @@ def verdict(metrics: Mapping[str, Any], scores: ScoreTable) -> str:
         text += f"keeps {means['student'] / means['teacher']:.0%} of its ROUGE-L: {means['student']:.1f} of "
         text += f"{means['teacher']:.1f}"
         return text + (f", and {means['untrained']:.1f} before its training." if "untrained" in means else ".")
+    if scores.columns and scores.columns[0] == NATS:
+        return text + nearness_sentence(metrics["nearness"])
     if scores.columns:
         values = {key: scores.rows[key][0] for key in ("student", "teacher", "untrained") if scores.rows.get(key)}
         told = [f"{MODELS[key]} {value}" for key, value in values.items() if value]
@@ -119,14 +129,24 @@ def verdict(metrics: Mapping[str, Any], scores: ScoreTable) -> str:
 
 def bars(metrics: Mapping[str, Any]) -> dict[str, list[tuple[str, float, str]]]:
     """Return the bars of the page's first picture: for each title the models, the share of the longest and a label."""
-    means = mean_scores(metrics)
-    if len(means) < 2:
+    means, distances = mean_scores(metrics), nearness_bars(metrics.get("nearness", {}), MODELS)
+    if len(means) < 2 and not distances:
         return {}
-    params = {key: metrics[key]["params"] for key in means}
-    return {
-        "parameters": [(MODELS[key], count / max(params.values()), f"{count:,}") for key, count in params.items()],
-        "ROUGE-L, mean of the sets": [(MODELS[key], mean / 100, f"{mean:.1f}") for key, mean in means.items()],
-    }
+    params = {key: metrics[key]["params"] for key in (means if len(means) > 1 else MODELS) if key in metrics}
+    sizes = [(MODELS[key], count / max(params.values()), f"{count:,}") for key, count in params.items()]
+    if len(means) < 2:
+        return {"parameters": sizes, f"{NATS} from the teacher (less is better)": distances}
+    rouge = [(MODELS[key], mean / 100, f"{mean:.1f}") for key, mean in means.items()]
+    return {"parameters": sizes, "ROUGE-L, mean of the sets": rouge}
+
+
+def _distance_table(found: Found, scores: ScoreTable) -> tuple[TitledTable, str] | None:
+    """Return the second table of a page, with its legend: the distance from the teacher, where the first has scores."""
+    distance = nearness_scores(found) if scores.columns[:1] != [NATS] else None
+    if distance is None:
+        return None
+    rows = [[MODELS[key], *cells] for key, cells in distance.rows.items()]
+    return TitledTable("Distance from the teacher", ["model", *distance.columns], rows), distance.legend
 
 
 def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> None:
@@ -147,6 +167,7 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
         "bars": bars(metrics),
         "table": table,
         "legend": scores.legend,
+        "distance": _distance_table(metrics.get("nearness", {}), scores),
         "drawings": save_drawings(folder, [*draw_training(log), *draw_weighting(read_weighting(folder))]),
         "samples": [
             *read_samples({key: predictions / key for key in MODELS}, sets),

@@ -18,6 +18,7 @@ from llmdistill.data.examples import Example
 from llmdistill.data.exchange import ALONE, Exchange
 from llmdistill.data.held_out import KeptItems, hold_out
 from llmdistill.data.instruct import NO_LIMIT, Limits, encode, parts_before
+from llmdistill.data.prompts import MINILLM, text_around
 from llmdistill.data.references import TEACHER, parts_of
 from llmdistill.data.rows import describe_left_out
 from llmdistill.data.sampler import Mixture, Share, TrainLoader, scoring_batches
@@ -278,11 +279,14 @@ class InstructionData(TaskData):
 
     def asked(self) -> list[Asked]:
         """See TaskData: the first of the rows that are held out."""
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        asked = []
+        decode, asked = partial(self.tokenizer.decode, skip_special_tokens=True), list[Asked]()
+        around = text_around(self.tokenizer, self.task.config.data.prompt or MINILLM)
         for item in self.held_out[:ASKED]:
             begin, end = item.borders[-2:]
-            prompt, reference = str(decode(item.last_prompt)).strip(), str(decode(item.ids[begin:end])).strip()
+            whole = str(self.tokenizer.decode(item.last_prompt))
+            only_question = all(around) and whole.startswith(around[0]) and whole.endswith(around[1])
+            prompt = whole[len(around[0]) : -len(around[1])] if only_question else str(decode(item.last_prompt)).strip()
+            reference = str(decode(item.ids[begin:end])).strip()
             asked.append(Asked(prompt_ids=item.last_prompt, prompt=prompt, reference=reference))
         return asked
 
@@ -331,7 +335,7 @@ class InstructionData(TaskData):
             "rougeL": {name: scores[name]["rougeL"] for name in self.tests},
             "rougeL_std": {name: scores[name]["std"] for name in self.tests},
             "rouge_words": {name: scores[name]["rouge_words"] for name in self.tests},
-            "generation_tokens_per_second": tokens / seconds if scores else 0.0,
+            **({"generation_tokens_per_second": tokens / seconds} if scores else {}),
         }
         tests = {name: scores[name] for name in self.tests}
         if tests and all("perplexity" in score for score in tests.values()):

@@ -18,7 +18,7 @@ from llmdistill.methods.sft import make_sft
 from llmdistill.models.configs import load_config
 from llmdistill.models.load import folder_damage, load_model
 from llmdistill.report.metrics_log import read_metrics_log
-from llmdistill.report.table import describe_best, execution_record, finish_report, with_loss
+from llmdistill.report.table import describe_best, execution_record, fill_scores, finish_report
 from llmdistill.runtime import signals
 from llmdistill.runtime.devices import free_memory, warn_of_emulation
 from llmdistill.runtime.distributed import World, exists_on_main, on_main
@@ -298,7 +298,8 @@ def _report(
         **({} if best is None else {"kept": best}),
         "run": {**record, "seconds": round(seconds, 2)},
     }
-    table = with_loss(data.table(results), log)
-    print_nearness(plan.folder, nearness)
+    scores = data.table(results)
+    table = fill_scores(scores, nearness, log)
+    print_nearness(plan.folder, nearness, with_table=bool(scores.columns))
     write_run_card(plan, metrics, table, data.report)
     finish_report(plan.folder, metrics, table)

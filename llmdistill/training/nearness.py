@@ -19,6 +19,7 @@ from llmdistill.files import write_json, write_text
 from llmdistill.generation.decode import Decoding, generate_passes
 from llmdistill.messages import print_result
 from llmdistill.models.families import max_positions
+from llmdistill.report.nearness import nearness_scores
 from llmdistill.report.samples import read_samples
 from llmdistill.report.table import MODELS
 from llmdistill.report.tables import print_table
@@ -26,7 +27,6 @@ from llmdistill.runtime.distributed import World, broadcast_object, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.base import Asked, TaskData
 from llmdistill.tasks.distance import HOPELESS, Distance, Seen, compare, first_tokens, see
-from llmdistill.tasks.perplexity import show_perplexity
 from llmdistill.tasks.rouge import rouge_l
 from llmdistill.teachers.live import TeacherOnDemand
 from llmdistill.training.plan import Plan
@@ -170,26 +170,19 @@ class Nearness:
         return {"rougeL": rouge_l(result.texts, [[each.reference] for each in asked])}
 
 
-def print_nearness(folder: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print the table of what `Nearness` measured, and a few answers side by side."""
-    students = {key: found[key] for key in ("untrained", "student") if key in found}
-    if not students:
+def print_nearness(folder: Path, found: Mapping[str, Mapping[str, Any]], *, with_table: bool) -> None:
+    """Print a few answers of what `Nearness` measured side by side, before them the table if no other has it."""
+    scores = nearness_scores(found)
+    if scores is None:
         return
-    some = next(iter(students.values()))
-    rouge = {key: values["rougeL"] for key, values in found.items() if "rougeL" in values}
-    cells = {
-        "teacher": ["0", show_perplexity(some["teacher_perplexity"])],
-        **{key: [f"{each['divergence']:.3g}", show_perplexity(each["perplexity"])] for key, each in students.items()},
-    }
-    answers = {key: f"{rouge[key]:.1f}" if key in rouge else "" for key in cells}
-    rows = [[MODELS[key], *values, *([answers[key]] if rouge else [])] for key, values in cells.items()]
-    header = ["model", "nats per token", "perplexity", *(["ROUGE-L"] if rouge else [])]
-    print_table(f"On {some['tokens']:,} tokens of {some['of']}", header, rows)
+    if with_table:
+        rows = [[MODELS[key], *cells] for key, cells in scores.rows.items()]
+        print_table(scores.title, ["model", *scores.columns], rows)
     for sample in read_samples({key: folder / ANSWERS / key for key in MODELS}, [ANSWER_SET])[:_SHOWN]:
         print_result(f"\n{_shorten(sample.prompt)}")
         for key, answer in sample.answers.items():
             print_result(f"  {MODELS[key]:10}{_shorten(answer)}")
-    if rouge:
+    if "ROUGE-L" in scores.columns:
         print_result("")
 
 

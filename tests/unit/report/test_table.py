@@ -10,14 +10,14 @@ from rich.console import Console
 
 from llmdistill.report.pages import render
 from llmdistill.report.samples import Sample
-from llmdistill.report.table import finish_report, training_cost, with_loss
+from llmdistill.report.table import fill_scores, finish_report, training_cost
 from llmdistill.report.tables import TitledTable, print_table
 from llmdistill.tasks.base import ScoreTable
 
 MODELS = ("teacher", "untrained", "student")
 RECORD = {"command": "c", "hardware": "h", "versions": {}, "finished": "f"}
 PAGE = {"title": "t", "verdict": "", "bars": {}, "table": TitledTable("t", ["model"], []), "legend": "", "drawings": []}
-PAGE |= {"labels": {}, "has_answers": False, "warnings": [], "kept": None, "record": RECORD}
+PAGE |= {"labels": {}, "has_answers": False, "warnings": [], "kept": None, "record": RECORD, "distance": None}
 
 
 def rouge_table(metrics):
@@ -82,7 +82,7 @@ def test_a_run_without_a_set_to_score_on_shows_its_loss(tmp_path, metrics, capsy
         found = [{key: row[key] for key in row if key in kept or key != "valid_loss"} for row in rows]
         log.write_text("".join(json.dumps(row) + "\n" for row in found))
         table = ScoreTable(title="ROUGE-L", columns=[], rows={name: [] for name in MODELS}, legend="No test set.")
-        finish_report(tmp_path, metrics, with_loss(table, found))
+        finish_report(tmp_path, metrics, fill_scores(table, {}, found))
         report = (tmp_path / "report.md").read_text()
         assert f"| model | params | size | {name} |" in report
         assert f"| trained | 521,152 | 43% | {value} | 3,585 |" in report
@@ -92,6 +92,43 @@ def test_a_run_without_a_set_to_score_on_shows_its_loss(tmp_path, metrics, capsy
         assert "gen tok/s" not in report + printed
         finish_report(tmp_path, {key: metrics[key] for key in ("warnings", "run")}, replace(table, rows={}))
         assert f"The {name} at the end is {value}." in capsys.readouterr().out
+
+
+def test_a_run_without_a_set_to_score_on_shows_how_far_its_student_is_from_its_teacher(tmp_path, metrics, capsys):
+    shared = {"teacher_perplexity": 5.77, "tokens": 892, "of": "held-out rows"}
+    nearness = {
+        "teacher": {"rougeL": 18.6},
+        "untrained": {"divergence": 1.3208, "perplexity": 22.7, "rougeL": 16.3, **shared},
+        "student": {"divergence": 1.0098, "perplexity": 16.3, "rougeL": 15.1, **shared},
+    }
+    empty = ScoreTable(title="ROUGE-L", columns=[], rows={name: [] for name in MODELS}, legend="No test set.")
+    for name in MODELS:
+        metrics[name] = {"params": metrics[name]["params"], "rougeL": {}}
+    finish_report(tmp_path, metrics | {"nearness": nearness}, fill_scores(empty, nearness, [{"step": 1, "loss": 2.0}]))
+    report, page = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("md", "html"))
+    assert "| model | params | size | nats per token | perplexity | ROUGE-L | train tok/s |" in report
+    assert "| teacher | 1,220,224 | 100% | 0 | 5.77 | 18.6 |  |" in report
+    assert "| trained | 521,152 | 43% | 1.01 | 16.3 | 15.1 | 3,585 |" in report
+    for text in (report, page):
+        assert (
+            "is 1.01 nats per token from its teacher, 1.32 before its training, at a perplexity of 16.3 (teacher 5.77)."
+            in text
+        )
+        assert "training loss" not in text
+        assert "Distance from the teacher" not in text, "the first table has it"
+    assert f"width:{100 * 1.0098 / 1.3208:.1f}%" in page
+    assert "On 892 tokens of held-out rows" in capsys.readouterr().out
+
+
+def test_beside_scores_the_distance_from_the_teacher_is_a_second_table(tmp_path, metrics):
+    far = {"divergence": 0.25, "perplexity": 12.0, "teacher_perplexity": 10.0, "tokens": 9, "of": "data.valid"}
+    metrics["nearness"] = {"student": far}
+    finish_report(tmp_path, metrics, fill_scores(rouge_table(metrics), metrics["nearness"], []))
+    report, page = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("md", "html"))
+    assert "keeps 99% of its ROUGE-L" in report
+    assert "## Distance from the teacher\n\n| model | nats per token | perplexity |" in report
+    assert "\n| trained | 0.25 | 12 |\n" in report
+    assert page.index("<h2>Scores</h2>") < page.index("<h2>Distance from the teacher</h2>")
 
 
 def test_the_page_begins_with_what_the_student_keeps(tmp_path, metrics):

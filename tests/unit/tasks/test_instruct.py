@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from byte_tokenizers import byte_level
+from chat_templates import CHATML
 from hostile import refuses
 from tiny import save_decoder, tiny_model
 from word_models import word_tokenizer
@@ -14,7 +15,7 @@ from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.collate import sample_id
 from llmdistill.data.examples import Example
-from llmdistill.data.instruct import Limits, encode_prompts
+from llmdistill.data.instruct import Limits, encode, encode_prompts
 from llmdistill.data.sampler import Share
 from llmdistill.data.sources import check_rows
 from llmdistill.generation.decode import Decoding, generate_passes
@@ -228,7 +229,7 @@ def test_files_with_weights(tmp_path, monkeypatch):
     """Of three examples of an epoch two are from the small file; without weights an epoch has each example once."""
     monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
     save_decoder(tmp_path / "model", vocab_size=300)
-    byte_level(300).save_pretrained(tmp_path / "model")
+    byte_level(300, end="<|im_end|>").save_pretrained(tmp_path / "model")
     files = {
         name: write_rows(
             tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}", "completion": name} for n in range(size)]
@@ -266,3 +267,23 @@ def test_a_teacher_at_chance_is_warned_of_and_each_set_is_a_column():
     assert "at chance" in warning
     table = instructions.table({"student": {"rougeL": {"seen": 97.34, "unseen": 48.65}}})
     assert (list(table.columns), table.rows) == (["seen", "unseen"], {"student": ["97.3", "48.6"]})
+
+
+@pytest.mark.parametrize(("prompt", "around"), [
+    ("chat", "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\n"),
+    ("minillm", "Below is an instruction"),
+    ("Q: {instruction}\nA: ", "Q: "),
+])  # fmt: skip
+def test_held_out_questions_are_shown_as_they_were_asked(prompt, around):
+    """The model reads them in its prompt, and a reader sees the question alone."""
+    tokenizer = byte_level(300, end="<|im_end|>")
+    tokenizer.chat_template = "<|im_start|>system\nYou help.<|im_end|>\n" + CHATML
+    questions = ["Where is Ulma?", "Name two\n\nlakes."]
+    examples = [Example(instruction=each, input="", outputs=("Here.",)) for each in questions]
+    limits = Limits(max_prompt_length=200, max_length=240, long_prompts="drop", prompt=prompt)
+    task = Instructions(RunConfig(ds_config="", data=DataConfig(tests={}, prompt=prompt)))
+    data = data_of(task, tokenizer=tokenizer, held_out=encode(examples, tokenizer, limits).items)
+    asked = data.asked()
+    assert [each.prompt for each in asked] == questions
+    assert [each.reference for each in asked] == ["Here."] * 2
+    assert around in tokenizer.decode(asked[0].prompt_ids)
