@@ -307,7 +307,7 @@ def distill(
     Raises:
         UserError: a setting, a model or a row is invalid, or the training cannot go on.
     """
-    from llmdistill.studies.distillation import distill_plans  # the other functions need no libraries of training
+    from llmdistill.studies.distillation import run_chain  # the other functions need no libraries of training
 
     check_model_types(teacher=teacher, student=student)
     given = RunInputs(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
@@ -320,7 +320,7 @@ def distill(
         config = with_written_data(on_main(lambda: given.save(config)))
         quiet_libraries()
         plans = make_plans(config)
-        distill_plans(plans, plans[0].task.read_on_all(plans[0].models), callbacks=callbacks)
+        run_chain(plans, plans[0].task.read_on_all(plans[0].models), callbacks=callbacks)
         folder = Path(str(config.output_dir))
         trained = load_model(folder / "student", dtype="auto", device=world.device, head="saved")
     return Distilled(

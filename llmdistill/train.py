@@ -74,7 +74,7 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
 
     from llmdistill.runtime.distributed import process_group
     from llmdistill.runtime.terminal import print_main, quiet_libraries
-    from llmdistill.studies.distillation import distill_plans
+    from llmdistill.studies.distillation import run_chain
     from llmdistill.training.written_data import with_written_data
 
     with process_group(command_line.typed_command(script, arguments)):
@@ -87,7 +87,7 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
         data = plans[0].task.read_on_all(plans[0].models)
         if tasks is not None:
             tasks.check_data()
-        distill_plans(plans, data, then=None if tasks is None else tasks.conduct)
+        run_chain(plans, data, then=None if tasks is None else tasks.conduct)
 
 
 def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:

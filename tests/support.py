@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from llmdistill.batch import Batch
     from llmdistill.data.sampler import TrainLoader
-    from llmdistill.students.start.weigh import CalibrationSource
+    from llmdistill.students.start.weigh import CalibrationParts
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN_JOB = "llmdistill/train.py"
@@ -242,13 +242,13 @@ def check_steps(made: Callable[[int], Any]) -> list[Any]:
     return expected
 
 
-def in_memory(model: PreTrainedModel, batches: Sequence[Batch], held_out: Sequence[Batch] = ()) -> CalibrationSource:
+def in_memory(model: PreTrainedModel, batches: Sequence[Batch], held_out: Sequence[Batch] = ()) -> CalibrationParts:
     """The teacher and the data of a calibration in this process."""
-    from llmdistill.students.start.weigh import CalibrationSource
+    from llmdistill.students.start.weigh import CalibrationParts
     from llmdistill.teachers.live import LoadedTeacher
 
     teacher = LoadedTeacher(model, model)
-    return CalibrationSource(config=model.config, teacher=lambda: teacher, batches=lambda: (batches, held_out))
+    return CalibrationParts(config=model.config, teacher=lambda: teacher, batches=lambda: (batches, held_out))
 
 
 def shapes_of_results(job: Callable[[], Any]) -> list[tuple[Any, tuple[int, ...]]]:

@@ -21,13 +21,13 @@ from llmdistill.methods import METHODS
 from llmdistill.report.paper import table_names
 from llmdistill.runtime.launch import split_launcher_flags
 from llmdistill.studies.variants import (
-    Suite,
+    MethodTable,
     from_starts,
+    load_method_table,
     load_methods,
     load_starts,
-    load_suite,
     method_names,
-    suite_names,
+    method_table_names,
 )
 
 
@@ -87,8 +87,8 @@ def build_parser() -> ArgumentParser:
         description="Train a student by several methods under equal conditions and report how they compare. All "
         "settings of a run (llmdistill train --help all) can be given too; --num_gpus and similar flags are passed to "
         "the launcher. Finished runs are kept, so the same command continues an interrupted comparison.",
-        epilog=f"Methods: {', '.join(method_names())}. Suites of decoders: {', '.join(suite_names())}; of encoders: "
-        f"{', '.join(table_names())}.",
+        epilog=f"Methods: {', '.join(method_names())}. Suites of decoders: {', '.join(method_table_names())}; of "
+        f"encoders: {', '.join(table_names())}.",
     )
     parser.add_argument("--dry_run", action="store_true", help="Only list the runs.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
@@ -112,7 +112,7 @@ def compare(arguments: Sequence[str]) -> int:
             f"{prefix} {recipe.data.kind}, and a comparison scores answers to instructions or the perplexity of texts: "
             "take a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
         )
-    suite = choose_suite(settings, recipe.data.kind)
+    table = choose_methods(settings, recipe.data.kind)
     rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in (0.5, 1.0, 2.0)]
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.report.comparison import comparison_report
@@ -130,7 +130,7 @@ def compare(arguments: Sequence[str]) -> int:
     study = MethodStudy(
         recipe=with_prompt(recipe),  # fixed by the teacher, so that students of earlier runs get it too
         folder=Path(settings.output_dir or default),
-        variants=suite.variants,
+        variants=table.variants,
         grid={"train.learning_rate": rates},
         seeds=[recipe.seed + offset for offset in range(settings.seeds)],
         sizes=[str(size) for size in settings.sizes],
@@ -147,24 +147,24 @@ def compare(arguments: Sequence[str]) -> int:
     return conclude(
         study,
         lambda found: comparison_report(
-            study.folder, collect_comparison(study, found, title=suite.title, paper=suite.paper, command=command)
+            study.folder, collect_comparison(study, found, title=table.title, paper=table.paper, command=command)
         ),
         as_json=parsed.json,
     )
 
 
-def choose_suite(settings: CompareConfig, kind: str) -> Suite:
-    """Return the named suite, or one of the named methods (by default those for the kind of data), from every start."""
+def choose_methods(settings: CompareConfig, kind: str) -> MethodTable:
+    """Return the named table, or one of the named methods (by default those for the kind of data), from every start."""
     if settings.suite is not None:
-        suite = load_suite(settings.suite)
+        table = load_method_table(settings.suite)
     else:
         usual = ("none", "sft", "kd", "seqkd", "makd")
         default = [name for name in usual if kind != "text" or not METHODS[name].teacher_writes]
         names = default if settings.methods is None else _split_list(settings.methods)
-        suite = Suite("Did it help? Methods under equal conditions", load_methods(names))
+        table = MethodTable("Did it help? Methods under equal conditions", load_methods(names))
     if settings.starts is None:
-        return suite
-    return replace(suite, variants=from_starts(suite.variants, load_starts(_split_list(settings.starts))))
+        return table
+    return replace(table, variants=from_starts(table.variants, load_starts(_split_list(settings.starts))))
 
 
 def _split_list(text: str) -> list[str]:

@@ -211,7 +211,7 @@ class TrainLoader(StepLoader[Item]):
         return [[self.items[index] for index in part] for part in indices]
 
 
-class SequenceSource(Protocol):
+class SequenceSet(Protocol):
     """The sequences of a training set, each made anew in every epoch, with masks or pairs of its own.
 
     They are counted through the epochs without end: a place is epoch * number of sequences + index.
@@ -232,7 +232,7 @@ class SequenceLoader(StepLoader[int]):
     Each epoch has its own order of the sequences. A batch may contain sequences of two epochs.
     """
 
-    def __init__(self, sequences: SequenceSource, share: Share) -> None:
+    def __init__(self, sequences: SequenceSet, share: Share) -> None:
         super().__init__(share, lambda places: sequences.batch(places, share.seed))
         self.sequences = sequences
 

@@ -179,7 +179,7 @@ class MaskedTargets:
         return len(self.items[place % len(self)])
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
-        """See `sampler.SequenceSource`: the sequences are padded on the right."""
+        """See `sampler.SequenceSet`: the sequences are padded on the right."""
         items = [self.items[place % len(self)] for place in places]
         rows, labels = [], []
         for item, place in zip(items, places, strict=True):

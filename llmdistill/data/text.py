@@ -63,11 +63,11 @@ class TextSequences:
         return self.read(0, 0, index)
 
     def length(self, place: int) -> int:
-        """See `sampler.SequenceSource`: nearly all sequences are as long as they may be."""
+        """See `sampler.SequenceSet`: nearly all sequences are as long as they may be."""
         return self.max_length
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
-        """See `sampler.SequenceSource`: the sequences are padded on the right."""
+        """See `sampler.SequenceSet`: the sequences are padded on the right."""
         return self.collate([self.read(seed, *divmod(place, len(self))) for place in places])
 
     def collate(self, parts: Sequence[TextSequence]) -> Batch:

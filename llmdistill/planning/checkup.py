@@ -27,7 +27,7 @@ from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher, live_models
 from llmdistill.tasks.base import TaskData
 from llmdistill.teachers.live import TeacherOnDemand
-from llmdistill.teachers.source import TeacherRun
+from llmdistill.teachers.source import TeacherContext
 from llmdistill.training.assemble import load_student, prepare_student, share_of
 from llmdistill.training.callbacks.uneven_terms import only_term, uneven_terms
 from llmdistill.training.plan import Plan, make_plans
@@ -108,7 +108,7 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
             model = teacher().model
             if not plan.models.translates:
                 yield check_above_chance(plan.models, model, batch)
-        live_teacher = plain.source.build(TeacherRun(plain, data, teacher))
+        live_teacher = plain.source.build(TeacherContext(plain, data, teacher))
     dry = measure_terms(plan.method, live_teacher, student, batch, vocabulary=vocabulary)
     if model is not None and not plan.models.translates:
         yield check_own_student(plan, model, batch, dry)

@@ -76,26 +76,26 @@ class PublishedTable:
     """What the rows' numbers are: the label of the axis over which the report draws the scores; None without a plot."""
 
 
-def suite_files(key: str) -> list[str]:
+def table_files(key: str) -> list[str]:
     """Return the names of the files in suites/ that have a key: `methods` (a comparison) or `columns` (a table)."""
     files = (item for item in _SUITES.iterdir() if item.name.endswith(".yaml"))
     # --help lists these names, and parsing every file as YAML would make it slow.
     return sorted(item.name.removesuffix(".yaml") for item in files if f"\n{key}:" in item.read_text(encoding="utf-8"))
 
 
-def read_suite(name: str) -> dict[str, Any]:
+def read_table(name: str) -> dict[str, Any]:
     content: dict[str, Any] = yaml.safe_load((_SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
     return content
 
 
 def table_names() -> list[str]:
     """Return the names of the tables, such as minilm-table2."""
-    return suite_files("columns")
+    return table_files("columns")
 
 
 def load_table(name: str) -> PublishedTable:
     """Load one of `table_names`."""
-    content = read_suite(name)
+    content = read_table(name)
     columns = [Column(**fields) for fields in content["columns"]]
     # A figure of a paper may be a drawing without numbers.
     none = [None] * (len(columns) + content.get("average", False))

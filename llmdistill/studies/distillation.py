@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from llmdistill.runtime.terminal import print_main
 from llmdistill.studies.layer_search import LayerSearch
 from llmdistill.tasks.base import TaskData
-from llmdistill.training.job import MakeCallback, execute, prepare_runs, run_plan
+from llmdistill.training.job import MakeCallback, prepare_runs, run_claimed, run_plan
 from llmdistill.training.plan import Plan, find_searching_method, make_plan
 from llmdistill.training.run_folder import claim_folder
 
 
-def distill_plans(
+def run_chain(
     plans: Sequence[Plan],
     data: TaskData,
     *,
@@ -38,6 +38,6 @@ def distill_plans(
             search = LayerSearch(folder=last.folder / "layer-search", plan=last, name=searching)
             chosen = search.conduct(lambda part: run_plan(part, data.for_models(part.models)))
             last = make_plan(last.config.with_settings(searching, teacher_layer=chosen), last.before)
-        execute(last, data.for_models(last.models), callbacks)
+        run_claimed(last, data.for_models(last.models), callbacks)
         if then is not None:
             then()

@@ -1,4 +1,4 @@
-"""The variants of a comparison: methods by name, the suites that list methods (suites/*.yaml), and starts."""
+"""The variants of a comparison: methods by name, tables of methods (suites/*.yaml), and starts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from llmdistill.config.strict import did_you_mean
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS, MethodEntry
-from llmdistill.report.paper import read_suite, suite_files, table_names
+from llmdistill.report.paper import read_table, table_files, table_names
 
 _FORMER = {"table3": "makd-table3-decoder", "table4": "makd-table4-decoder", "table5": "makd-table5"}
-"""The former names of suites, which still work."""
+"""The former names of tables, which still work."""
 
 _Entry = TypeVar("_Entry")
 
@@ -77,36 +77,38 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Suite:
+class MethodTable:
+    """Methods that a comparison of decoders trains; `--suite` names it. Tables of encoders are `PublishedTable`."""
+
     title: str
     variants: list[Variant]
     paper: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """The scores in the paper: {model type of the teacher: {row: {set: ROUGE-L}}}."""
 
 
-def suite_names() -> list[str]:
-    """Return the names of the suites of decoders; those of encoders are `table_names`."""
-    return suite_files("methods")
+def method_table_names() -> list[str]:
+    """Return the names of the tables of decoders; those of encoders are `table_names`."""
+    return table_files("methods")
 
 
 def method_names() -> list[str]:
     return list(_known())
 
 
-def load_suite(name: str) -> Suite:
-    """Load a suite of decoders; raises UserError if there is no suite with this name."""
+def load_method_table(name: str) -> MethodTable:
+    """Load a table of decoders; raises UserError if there is none with this name."""
     name = _FORMER.get(name, name)
-    if name not in suite_names():
-        every = [*suite_names(), *table_names()]
+    if name not in method_table_names():
+        every = [*method_table_names(), *table_names()]
         raise UserError(
             f"--suite {name}: there is no such suite{did_you_mean(name, every)} (there are {', '.join(every)})"
         )
-    content = read_suite(name)
+    content = read_table(name)
     listed = content["methods"]
     if isinstance(listed, dict):
         listed = [{"name": key, **settings} for key, settings in listed.items()]
     variants = [Variant(**entry) if isinstance(entry, dict) else _known()[entry] for entry in listed]
-    return Suite(content["title"], variants, content.get("paper", {}))
+    return MethodTable(content["title"], variants, content.get("paper", {}))
 
 
 def load_methods(names: Sequence[str]) -> list[Variant]:

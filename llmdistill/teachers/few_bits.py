@@ -23,7 +23,7 @@ from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.taps import Recorder
 from llmdistill.teachers.live import LiveSource
-from llmdistill.teachers.source import LoadedTeacher, TeacherPlan, TeacherRun
+from llmdistill.teachers.source import LoadedTeacher, TeacherContext, TeacherPlan
 
 MOST_NATS = 1e-2
 """A divergence from the exact teacher above this is warned of, in nats a token."""
@@ -39,9 +39,9 @@ class RoundedSource(LiveSource):
         one = plan.models.teachers[self.name]
         check_bits(f"{one.key}.quantize", one.settings.quantize, World.current().device)
 
-    def load(self, run: TeacherRun) -> LoadedTeacher:
-        teacher, one = super().load(run), run.plan.models.teachers[self.name]
-        round_teacher(teacher.model, f"{one.key}.quantize", one.settings.quantize, run.first_batch)
+    def load(self, context: TeacherContext) -> LoadedTeacher:
+        teacher, one = super().load(context), context.plan.models.teachers[self.name]
+        round_teacher(teacher.model, f"{one.key}.quantize", one.settings.quantize, context.first_batch)
         return teacher
 
 

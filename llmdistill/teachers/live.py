@@ -19,7 +19,7 @@ from llmdistill.runtime.ds_config import NO_TIMERS
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.lm_head import lm_head_parameters
 from llmdistill.step.tap_models import tap_teacher
-from llmdistill.teachers.source import LoadedTeacher, ModelSource, ResolvedTeacher, TeacherPlan, TeacherRun
+from llmdistill.teachers.source import LoadedTeacher, ModelSource, ResolvedTeacher, TeacherContext, TeacherPlan
 
 
 def load_teacher(
@@ -121,12 +121,12 @@ class LiveSource(ModelSource):
     def runs_here(self) -> bool:
         return True
 
-    def load(self, run: TeacherRun) -> LoadedTeacher:
+    def load(self, context: TeacherContext) -> LoadedTeacher:
         """Return the model that runs in the steps; every rank calls it."""
-        return run.load(self.name)
+        return context.load(self.name)
 
-    def build(self, run: TeacherRun) -> TappedModel:
-        teacher, plan = self.load(run), run.plan
+    def build(self, context: TeacherContext) -> TappedModel:
+        teacher, plan = self.load(context), context.plan
         return tap_teacher(
             plan.method,
             teacher.model,

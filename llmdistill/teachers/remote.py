@@ -23,7 +23,7 @@ from llmdistill.models.families import max_positions
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.step.teacher import AsyncTeacher
 from llmdistill.teachers.rows import Request
-from llmdistill.teachers.source import Capabilities, TeacherPlan, TeacherRun, TeacherSource
+from llmdistill.teachers.source import Capabilities, TeacherContext, TeacherPlan, TeacherSource
 
 _REQUESTS = 16
 """Requests that a rank has under way at the same time."""
@@ -159,8 +159,8 @@ class ServerSource(TeacherSource):
 
     gives = Capabilities(positions=("labels", "tokens"))
 
-    def build(self, run: TeacherRun) -> RemoteTeacher:
-        return RemoteTeacher(self.client(run.plan), device=World.current().device)
+    def build(self, context: TeacherContext) -> RemoteTeacher:
+        return RemoteTeacher(self.client(context.plan), device=World.current().device)
 
     def client(self, plan: TeacherPlan) -> TeacherServer:
         """Return the client of the server."""

@@ -14,7 +14,7 @@ from llmdistill.errors import UserError
 from llmdistill.losses.several import SeveralHeads
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.teacher import Teacher
-from llmdistill.teachers.source import ModelSource, TaughtData, TeacherPlan, TeacherRun, TeacherSource
+from llmdistill.teachers.source import ModelSource, TaughtData, TeacherContext, TeacherPlan, TeacherSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +109,9 @@ class SeveralSource(ModelSource):
     def is_scored(self) -> bool:
         return self.parts[""].is_scored
 
-    def build(self, run: TeacherRun) -> Teacher:
-        config = run.plan.config.teacher
-        teachers = {name: part.build(run) for name, part in self.parts.items()}
+    def build(self, context: TeacherContext) -> Teacher:
+        config = context.plan.config.teacher
+        teachers = {name: part.build(context) for name, part in self.parts.items()}
         if config.average == "rows":
             sharded = {name for name, part in self.parts.items() if part.runs_here and config.everyone[name].is_sharded}
             return TeachersOfRows(teachers=teachers, together=frozenset(sharded))

@@ -90,7 +90,7 @@ class TeacherPlan(Protocol):
 
 
 @dataclass(frozen=True)
-class TeacherRun:
+class TeacherContext:
     """What a teacher of a run's steps is built from."""
 
     plan: TeacherPlan
@@ -171,7 +171,7 @@ class TeacherSource:
             return None
         return with_values(self.settings(), teacher.settings, key="teacher.settings")
 
-    def build(self, run: TeacherRun) -> Teacher:
+    def build(self, context: TeacherContext) -> Teacher:
         """Return the teacher of a run's steps; every rank calls it."""
         raise NotImplementedError
 

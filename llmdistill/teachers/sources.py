@@ -11,14 +11,14 @@ from llmdistill.teachers.few_bits import RoundedSource
 from llmdistill.teachers.live import LiveSource
 from llmdistill.teachers.remote import ServerSource
 from llmdistill.teachers.several import SeveralSource
-from llmdistill.teachers.source import Capabilities, TeacherRun, TeacherSource
+from llmdistill.teachers.source import Capabilities, TeacherContext, TeacherSource
 from llmdistill.teachers.tensor_parallel import TensorParallelSource
 from llmdistill.teachers.translated import TranslatedSource
 
 TEACHERS: dict[str, TeacherSource] = {}
 """Those of other packages, by the name that teacher.source has."""
 
-__all__ = ["TEACHERS", "Capabilities", "TeacherRun", "TeacherSource", "source_of"]
+__all__ = ["TEACHERS", "Capabilities", "TeacherContext", "TeacherSource", "source_of"]
 
 
 def source_of(teacher: TeacherConfig, *, translates: bool = False) -> TeacherSource:

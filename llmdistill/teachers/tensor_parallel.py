@@ -31,7 +31,7 @@ from llmdistill.step.forward import TappedModel
 from llmdistill.step.tap_models import tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.live import teacher_folder
-from llmdistill.teachers.source import ModelSource, TeacherPlan, TeacherRun
+from llmdistill.teachers.source import ModelSource, TeacherContext, TeacherPlan
 
 Cut = Literal["colwise", "rowwise"]
 """colwise: a rank has some outputs of a linear; rowwise: some of its inputs, and the outputs of all ranks are added."""
@@ -203,8 +203,8 @@ class TensorParallelSource(ModelSource):
     def unforecast(self, teacher: Any) -> str | None:
         return "teacher.sharding is tensor, and what it costs is not forecast: plan with node, which takes more"
 
-    def build(self, run: TeacherRun) -> Teacher:
-        plan = run.plan
+    def build(self, context: TeacherContext) -> Teacher:
+        plan = context.plan
         folder = teacher_folder(plan, plan.models.teachers[""])
         dtype = plan.models.teachers[""].dtype
         model = load_tensor_parallel(str(folder), dtype=dtype, head=plan.models.teacher_head)

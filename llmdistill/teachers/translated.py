@@ -24,7 +24,7 @@ from llmdistill.progress import progress
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.teacher import Teacher
-from llmdistill.teachers.source import ModelSource, TaughtData, TeacherPlan, TeacherRun, TeacherSource
+from llmdistill.teachers.source import ModelSource, TaughtData, TeacherContext, TeacherPlan, TeacherSource
 
 
 class _Translated(NamedTuple):
@@ -311,11 +311,11 @@ class TranslatedSource(ModelSource):
     def is_scored(self) -> bool:
         return self.part.is_scored
 
-    def build(self, run: TeacherRun) -> TranslatedTeacher:
-        translation, first_batch = make_translation(run.plan, run.data), run.first_batch
+    def build(self, context: TeacherContext) -> TranslatedTeacher:
+        translation, first_batch = make_translation(context.plan, context.data), context.first_batch
         if first_batch is not None:
-            run = replace(run, first_batch=lambda: translation(first_batch())[0].with_label_rows(shift=True))
-        return TranslatedTeacher(self.part.build(run), translation, say=partial(print_main))
+            context = replace(context, first_batch=lambda: translation(first_batch())[0].with_label_rows(shift=True))
+        return TranslatedTeacher(self.part.build(context), translation, say=partial(print_main))
 
     def settings_of(self, teacher: TeacherConfig) -> Any:
         return self.part.settings_of(teacher)

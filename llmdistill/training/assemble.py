@@ -33,7 +33,7 @@ from llmdistill.step.tap_models import tap_student
 from llmdistill.students.convert import compress_folder, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
-from llmdistill.teachers.source import LoadedTeacher, TeacherRun
+from llmdistill.teachers.source import LoadedTeacher, TeacherContext
 from llmdistill.training.batches import LoaderParts, batch_source
 from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.training.callbacks.best import BestStudent
@@ -167,7 +167,7 @@ def make_trainer(
     if plan.source is not None:
         # A loader of its own, because that of the run may read a stream.
         first_batch = lambda: data.loader(share_of(plan)).micro_batches(0)[0]  # noqa: E731  # used here alone
-        trained_by = plan.source.build(TeacherRun(plan, data, teacher, first_batch))
+        trained_by = plan.source.build(TeacherContext(plan, data, teacher, first_batch))
     if plan.compiles:
         print_main("Note        the layers are compiled, once: the first steps take longer (train.compile)")
     embeddings = None

@@ -40,7 +40,7 @@ from llmdistill.step.teacher import Teacher
 from llmdistill.students.importance import Importance, measure_importance
 from llmdistill.students.shapes import teacher_layers
 from llmdistill.students.start.calibration_folder import SavedFactors
-from llmdistill.students.start.weigh import CalibrationSource, weigh
+from llmdistill.students.start.weigh import CalibrationParts, weigh
 from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, WeightedFactors
 from llmdistill.students.svd import determine_vectors
 from llmdistill.tasks import make_task
@@ -69,7 +69,7 @@ def measure_weights(plan: Plan, teacher: Callable[[], LoadedTeacher], data: Task
     if not settings.is_weighted:
         return None
     began = time.perf_counter()
-    source = CalibrationSource(
+    parts = CalibrationParts(
         config=plan.models.teacher,
         teacher=teacher,
         # Kept statistics need no data, so these are read at the first use.
@@ -80,7 +80,7 @@ def measure_weights(plan: Plan, teacher: Callable[[], LoadedTeacher], data: Task
     )
     what = f"{settings.weighting} on {settings.calibration.count} examples"
     print_main(f"Student     its factors are weighted by {what}")
-    factors = weigh(source, settings, plan.config.student.method)
+    factors = weigh(parts, settings, plan.config.student.method)
     if world.is_main:
         # Statistics that were kept cost what they took then, so that students of a study can be compared.
         _report(plan.folder, settings, factors, max(factors.seconds, time.perf_counter() - began))
@@ -179,7 +179,7 @@ def measure_weights_on(
             return memory_fingerprint({"config": json.loads(model.config.to_json_string()), "tokenizer": words}, arrays)
 
         read = cache(lambda: calibration_batches(config, models))
-        source = CalibrationSource(
+        parts = CalibrationParts(
             config=model.config,
             teacher=lambda: LoadedTeacher(moved, moved),
             batches=read,
@@ -189,7 +189,7 @@ def measure_weights_on(
         own = model.device
         moved = cast(Any, model).to(own if device is None else device)
         try:
-            factors = weigh(source, student.factorize, student.method)
+            factors = weigh(parts, student.factorize, student.method)
         finally:
             moved.to(own)
         _say_which_allocation(factors, aside=True)

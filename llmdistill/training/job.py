@@ -87,7 +87,7 @@ def run_plan(plan: Plan, data: TaskData) -> dict[str, Any]:
     """Execute a run from its plan unless it is finished, and return its metrics.json; every rank must call it."""
     with claim_folder(plan.asked):
         if on_main(lambda: finished_metrics(plan.asked)) is None:
-            execute(plan, data)
+            run_claimed(plan, data)
             gc.collect()  # engines have reference cycles, and several engines would not fit into memory
         else:
             on_main(lambda: check_students(plan.folder))
@@ -110,7 +110,7 @@ def check_students(folder: Path) -> None:
             raise UserError(f"{damage}; remove {made}, and the same command {again}")
 
 
-def execute(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) -> None:
+def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = ()) -> None:
     """Execute the run in its claimed folder; finished parts are not repeated. Every rank must call this function.
 
     `callbacks` make further callbacks of the training.
@@ -201,7 +201,7 @@ def _open_training(
     further: Sequence[MakeCallback],
 ) -> Iterator[tuple[Trainer, int, list[Callback]]]:
     """Give the trainer, the steps that the last checkpoint has, and the callbacks; after the block save the student."""
-    world, source = World.current(), batch_source(plan)
+    world, batches = World.current(), batch_source(plan)
     loader = data.loader(assemble.share_of(plan))
     trainer = assemble.make_trainer(plan, untrained, teacher, data, loader)
     best = assemble.make_best(plan, untrained, trainer.engine, data)
@@ -238,13 +238,13 @@ def _open_training(
         saving = Checkpoints(trainer, plan.folder, loss_modes, accumulators)
         if checkpoint is not None:
             saving.restore(checkpoint.manifest.get("figures", {}))
-        has_server = isinstance(trainer.teacher, AsyncTeacher) or source.asks_server
+        has_server = isinstance(trainer.teacher, AsyncTeacher) or batches.asks_server
         # `Callback.reads` and `gives` say which one must come before which.
         callbacks: list[Callback] = [
             Stopping(),
             *([ServerAnswers(trainer)] if has_server else []),
             health,
-            *source.callbacks(trainer),
+            *batches.callbacks(trainer),
             *([validation] if validation.batches else []),
             *([best] if best is not None else []),
             *others,
@@ -254,9 +254,9 @@ def _open_training(
         # From here on a signal ends the run after a whole step, which is saved; up to here there is nothing to save.
         with signals.waiting():
             yield trainer, start, callbacks
-    if world.is_main and source.student_copy is not None:
+    if world.is_main and batches.student_copy is not None:
         # The weights as a server has read them; from now on it gets no others.
-        shutil.rmtree(source.student_copy, ignore_errors=True)
+        shutil.rmtree(batches.student_copy, ignore_errors=True)
     report = data.after_training(loader)
     if report is not None:
         print_main(f"Data        {report}")

@@ -125,14 +125,14 @@ def bench_model(arguments: argparse.Namespace, settings: Settings, table: Table)
     ]
 
     def weighed(model: Any, target: str) -> Any:
-        source = weigh.CalibrationSource(
+        parts = weigh.CalibrationParts(
             config=model.config,
             teacher=lambda: LoadedTeacher(model, model),
             batches=lambda: (batches[: count // 8], batches[count // 8 :]),
         )
         calibration, gradients = CalibrationConfig(examples=count), {"weighting": "gradients", "allocation": "loss"}
         chosen: Any = {"target_params": target, "calibration": calibration, **gradients}
-        return weigh.weigh(source, FactorizeConfig(**chosen))
+        return weigh.weigh(parts, FactorizeConfig(**chosen))
 
     # A narrow model first, so that what is imported and built on the way is no part of the peak. Nearly all of it is
     # the token embedding, which stays whole.

@@ -50,7 +50,7 @@ from llmdistill.students.counting import count_parameters, layer_linears
 from llmdistill.students.install import matrix
 from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.moments import Moments
-from llmdistill.students.start.weigh import CalibrationSource, choose_ranks, measure_factors, weigh
+from llmdistill.students.start.weigh import CalibrationParts, choose_ranks, measure_factors, weigh
 from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, weighted_svd
 from llmdistill.students.svd import factor_params, largest_rank
 from llmdistill.tasks import make_task
@@ -158,15 +158,15 @@ class Bench:
         if weighting != "none":
             # Pivoted factors have the largest ranks, which serve both forms.
             settings = FactorizeConfig(weighting=weighting, form="pivoted", rank=1)
-            measure_factors(self._source(kept, self.batches), settings)
+            measure_factors(self._parts(kept, self.batches), settings)
         for name in self.shapes.keys() - kept.keys():
             weight = matrix(self.modules[name]).detach()
             plain = Moments(inputs=torch.eye(weight.shape[1]), gradients=None, tokens=1)
             kept[name] = weighted_svd(weight, plain, min(weight.shape))
         return kept
 
-    def _source(self, kept: SavedFactors, batches: Sequence[Batch]) -> CalibrationSource:
-        return CalibrationSource(
+    def _parts(self, kept: SavedFactors, batches: Sequence[Batch]) -> CalibrationParts:
+        return CalibrationParts(
             config=self.model.config,
             teacher=lambda: LoadedTeacher(self.model, self.model),
             batches=lambda: (batches, self.held_out),
@@ -208,7 +208,7 @@ class Bench:
         factors = self.factors(weighting)
         if allocation in ("loss", "pivoted"):
             costs = self.batches[: -(-self.options.cost_examples // 2)]
-            return settings, weigh(self._source(factors, costs), settings)
+            return settings, weigh(self._parts(factors, costs), settings)
         if allocation in ("uniform", "predicted"):
             return settings, choose_ranks(self.model.config, settings, factors)
         ranks = {name: int(share * m * n / (m + n)) for name, (m, n) in self.shapes.items()}

@@ -279,7 +279,7 @@ def measure() -> dict[str, list[str]]:
         "circles of rooms": circles(),
         **homes(),
         "private names of other libraries": private_attributes(),
-        "stops of the plan from execute": follow(f"llmdistill/{start}:execute", "plan"),
+        "stops of the plan from run_claimed": follow(f"llmdistill/{start}:run_claimed", "plan"),
     }
 
 

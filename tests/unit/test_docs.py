@@ -97,7 +97,7 @@ def check_compare(arguments: Sequence[str]) -> None:
         rows = rows_to_run(table, None if settings.rows is None else settings.rows.split(","))
         assert configs_of(table, rows, rest)[0].keys() == rows.keys()
         return
-    assert compare.choose_suite(settings, "instructions").variants
+    assert compare.choose_methods(settings, "instructions").variants
     check_train(rest)
 
 

@@ -29,7 +29,7 @@ from llmdistill.teachers.live import LoadedTeacher
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationSource:
+class CalibrationParts:
     """The teacher and the data of a calibration. Either is loaded only if something must be measured on it."""
 
     config: PreTrainedConfig
@@ -46,7 +46,7 @@ class CalibrationSource:
     """Takes sentences about the progress."""
 
 
-def weigh(source: CalibrationSource, settings: FactorizeConfig, method: str = "svd") -> WeightedFactors:
+def weigh(parts: CalibrationParts, settings: FactorizeConfig, method: str = "svd") -> WeightedFactors:
     """Return the weighted factorization, with ranks that are checked on held-out data.
 
     The predicted loss adds up the costs of lowering one matrix at a time. So these ranks and a single rank of the same
@@ -58,23 +58,23 @@ def weigh(source: CalibrationSource, settings: FactorizeConfig, method: str = "s
             folder of saved factors holds something else.
     """
     check_factorization(settings, method)
-    reference, weighted = build_reference(source.config), _NOTHING
+    reference, weighted = build_reference(parts.config), _NOTHING
     plan_embedding(reference, settings, method)
     others: dict[str, Any] = {}  # factors that fit one size only
     if method == "svd":
-        weighted = _choose_checked_ranks(source, settings)
+        weighted = _choose_checked_ranks(parts, settings)
     else:
         sizes = {base_name(reference, name): size for name, size in plan(reference, settings, method).sizes.items()}
-        if source.saved is not None:
+        if parts.saved is not None:
             raise UserError(
                 "student.factorize.calibration.folder keeps factors of the method svd, which serve every rank, but the "
                 f"method is {method}, whose factors fit one shape: set the folder to null"
             )
         if sizes:
-            shapes, measurement = _matrix_shapes(reference), _make_measurement(source, settings, method)
-            measurement.factors(shapes, sizes, lambda name, factors, _: others.update({name: factors}), source.say)
+            shapes, measurement = _matrix_shapes(reference), _make_measurement(parts, settings, method)
+            measurement.factors(shapes, sizes, lambda name, factors, _: others.update({name: factors}), parts.say)
     if settings.embedding_rank is not None:
-        table = _make_measurement(source, settings).table(settings.embedding_rank)
+        table = _make_measurement(parts, settings).table(settings.embedding_rank)
         if table is not None:
             others[base_name(reference, token_embedding(reference)[0])] = table
     loss = weighted.predicted_loss + sum(factors.cost for factors in others.values())
@@ -84,24 +84,24 @@ def weigh(source: CalibrationSource, settings: FactorizeConfig, method: str = "s
 _NOTHING = WeightedFactors(ranks={}, factors={}, predicted_loss=0.0)
 
 
-def _make_measurement(source: CalibrationSource, settings: FactorizeConfig, method: str = "svd") -> Measurement:
-    model = source.teacher().model
+def _make_measurement(parts: CalibrationParts, settings: FactorizeConfig, method: str = "svd") -> Measurement:
+    model = parts.teacher().model
     # Parts of so few tokens that the graph of a backward pass stays small beside the model. Saved sums count the parts,
     # so these must not follow from what is free at the time.
-    part_tokens = tokens_at_a_time if source.saved is None else graph_tokens
+    part_tokens = tokens_at_a_time if parts.saved is None else graph_tokens
     return Measurement(
         model=model,
-        batches=split_batches(source.batches()[0], part_tokens(model)),
+        batches=split_batches(parts.batches()[0], part_tokens(model)),
         settings=settings.calibration,
         gradients=settings.weighting == "gradients",
         method=method,
-        device=source.device,
+        device=parts.device,
     )
 
 
-def _choose_checked_ranks(source: CalibrationSource, settings: FactorizeConfig) -> WeightedFactors:
+def _choose_checked_ranks(parts: CalibrationParts, settings: FactorizeConfig) -> WeightedFactors:
     """Choose the ranks as `weigh` does, and return them with their factors."""
-    factors, world = _make_factors(source, settings), World.current()
+    factors, world = _make_factors(parts, settings), World.current()
     checks = settings.allocation == "loss" and settings.calibration.held_out != 0
     names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation or "uniform",)
 
@@ -109,31 +109,31 @@ def _choose_checked_ranks(source: CalibrationSource, settings: FactorizeConfig) 
         if not world.is_main:
             # Factors are on rank 0 alone, so only it can choose ranks.
             return dict.fromkeys(names, _NOTHING)
-        return {name: choose_ranks(source.config, replace(settings, allocation=name), factors) for name in names}
+        return {name: choose_ranks(parts.config, replace(settings, allocation=name), factors) for name in names}
 
     choices = on_every(choose)
     if not checks:
         return choices[names[0]]
-    teacher, (_, held_out) = source.teacher(), source.batches()
+    teacher, (_, held_out) = parts.teacher(), parts.batches()
     if not held_out or not (world.is_main or teacher.sharded):
         return choices["loss"]
     # The other ranks of a sharded teacher take part in its forward passes; without factors they lower no rank.
-    parts = split_batches(first_tokens(teacher.model, held_out), tokens_at_a_time(teacher.model))
-    divergence_by_choice = divergences(teacher.model, choices, parts)
+    batches = split_batches(first_tokens(teacher.model, held_out), tokens_at_a_time(teacher.model))
+    divergence_by_choice = divergences(teacher.model, choices, batches)
     return replace(
         choices["loss" if divergence_by_choice["loss"] <= divergence_by_choice["uniform"] else "uniform"],
         held_out=divergence_by_choice,
     )
 
 
-def _make_factors(source: CalibrationSource, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
+def _make_factors(parts: CalibrationParts, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
     """Return the factors of the matrices on rank 0, with costs that are corrected by predicted losses near the budget.
 
     Every rank must call this function.
     """
-    factors, world = measure_factors(source, settings), World.current()
+    factors, world = measure_factors(parts, settings), World.current()
     # A folder must serve every allocation, so it gets the losses even if this run does not need them.
-    if settings.allocation != "loss" and (source.saved is None or settings.weighting != "gradients"):
+    if settings.allocation != "loss" and (parts.saved is None or settings.weighting != "gradients"):
         return factors
     folder, losses = factors if isinstance(factors, SavedFactors) else None, dict[str, Tensor]()
 
@@ -145,8 +145,8 @@ def _make_factors(source: CalibrationSource, settings: FactorizeConfig) -> Mappi
     # All ranks must go the same way: measuring takes all of them, and only rank 0 sees the folder.
     if not on_main(are_known):
         # Names come from the config, which all ranks have; the others have no factors to list them by.
-        names = _matrix_shapes(build_reference(source.config))
-        losses = _make_measurement(source, settings).predict_losses(factors, names)
+        names = _matrix_shapes(build_reference(parts.config))
+        losses = _make_measurement(parts, settings).predict_losses(factors, names)
         if folder is not None:
             folder.predicted_losses = losses
     if settings.allocation != "loss":
@@ -155,13 +155,13 @@ def _make_factors(source: CalibrationSource, settings: FactorizeConfig) -> Mappi
     def correct_costs() -> Mapping[str, WeightedSVD]:
         if not world.is_main:
             return factors
-        weighted = choose_ranks(source.config, settings, factors)
+        weighted = choose_ranks(parts.config, settings, factors)
         return weighted.with_losses({name: float(losses[name][rank]) for name, rank in weighted.ranks.items()}).factors
 
     return on_every(correct_costs)
 
 
-def measure_factors(source: CalibrationSource, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
+def measure_factors(parts: CalibrationParts, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
     """Return the factors of the matrices, on rank 0; every rank must call this function.
 
     Without a folder they are measured up to the ranks that the settings can need; with one up to the full rank, so that
@@ -170,7 +170,7 @@ def measure_factors(source: CalibrationSource, settings: FactorizeConfig) -> Map
     Raises:
         UserError: see `weigh`.
     """
-    reference = build_reference(source.config)
+    reference = build_reference(parts.config)
     shapes = _matrix_shapes(reference)
     ranks = {name: min(shape) for name, shape in shapes.items()}
     # The settings are checked before any work.
@@ -178,24 +178,24 @@ def measure_factors(source: CalibrationSource, settings: FactorizeConfig) -> Map
         rank_budget(reference, settings)
     else:
         planned = _plan_ranks(reference, settings)
-        ranks = planned if source.saved is None else ranks
+        ranks = planned if parts.saved is None else ranks
     factors: dict[str, WeightedSVD] | SavedFactors = {}
 
     def open_folder() -> list[str]:
         nonlocal factors
-        factors = factors if source.saved is None else source.saved()
+        factors = factors if parts.saved is None else parts.saved()
         return [name for name in ranks if name not in factors]
 
     missing = on_main(open_folder)
-    if source.saved is not None:
-        source.say(f"{len(ranks) - len(missing)} of {len(ranks)} matrices are measured already")
+    if parts.saved is not None:
+        parts.say(f"{len(ranks) - len(missing)} of {len(ranks)} matrices are measured already")
     if missing:
 
         def save(name: str, svd: WeightedSVD, seconds: float) -> None:
             factors[name] = replace(svd, seconds=seconds)
 
-        measurement = _make_measurement(source, settings)
-        measurement.factors(shapes, ranks, save, source.say, set(ranks) - set(missing))
+        measurement = _make_measurement(parts, settings)
+        measurement.factors(shapes, ranks, save, parts.say, set(ranks) - set(missing))
 
         def check() -> None:
             if not any(name in factors for name in ranks):

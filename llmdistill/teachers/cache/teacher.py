@@ -16,7 +16,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache.folder import CacheFolder
 from llmdistill.teachers.rows import Request, row_positions, to_outputs
-from llmdistill.teachers.source import ModelSource, TeacherRun
+from llmdistill.teachers.source import ModelSource, TeacherContext
 
 
 class CachedTeacher(Teacher):
@@ -74,8 +74,8 @@ class CachedSource(ModelSource):
     name: str = ""
     """One of the run's teachers."""
 
-    def build(self, run: TeacherRun) -> CachedTeacher:
-        method, folder = run.plan.method, run.plan.models.teachers[self.name].settings.cache
+    def build(self, context: TeacherContext) -> CachedTeacher:
+        method, folder = context.plan.method, context.plan.models.teachers[self.name].settings.cache
         device = World.current().device
         return CachedTeacher(CacheFolder(Path(str(folder))), Request.of(method), shift=method.shift, device=device)
 

@@ -13,7 +13,7 @@ from llmdistill.config.tasks import ProtocolName
 from llmdistill.methods import METHODS
 from llmdistill.papers import phrases
 from llmdistill.report.paper import load_table, table_names
-from llmdistill.studies.variants import load_suite
+from llmdistill.studies.variants import load_method_table
 from llmdistill.tasks import task_key
 from llmdistill.tasks.glue import GLUE, GLUE_TASKS, column_of
 from llmdistill.tasks.out_of_domain import KNOWN_SETS
@@ -130,7 +130,7 @@ def test_ablations_of_an_encoder_are_those_of_a_decoder(name: str) -> None:
         own = {"makd.matrix_layers": "lower", "makd.layer_layers": "upper", **settings}
         return {key: value for key, value in own.items() if key not in ("method", "makd.ffn_gate")}
 
-    decoder = [compared(dict(variant.settings)) for variant in load_suite(f"{name}-decoder").variants]
+    decoder = [compared(dict(variant.settings)) for variant in load_method_table(f"{name}-decoder").variants]
     assert [compared(dict(row.settings)) for row in load_table(name).rows] == decoder
 
 

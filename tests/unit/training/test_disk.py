@@ -19,7 +19,7 @@ from llmdistill.methods import METHODS
 from llmdistill.tasks import instruction_scores
 from llmdistill.train import main
 from llmdistill.training.disk import DiskNeed, check_disk
-from llmdistill.training.job import execute
+from llmdistill.training.job import run_claimed
 from llmdistill.training.plan import Plan, make_plans
 
 SAMPLES = ("--method", "kd", "--kd.ratio", "1", "--data.on_policy", "0.5")
@@ -59,7 +59,7 @@ def test_a_run_without_room_is_refused_with_its_parts_before_it_scores(tmp_path:
     parts = r"output_dir .*: the run needs .* MB more there \(3 checkpoints of .* MB and 2 students of .* MB\)"
     data = None  # nothing of it is used before
     with pytest.raises(UserError, match=parts):
-        execute(plan, data)
+        run_claimed(plan, data)
     held = plan.folder / "checkpoints" / "step-2" / "rank-00000.safetensors"
     held.parent.mkdir(parents=True)
     held.write_bytes(b"\0")

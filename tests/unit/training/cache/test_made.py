@@ -29,7 +29,7 @@ from llmdistill.step.tap_models import tap_teacher
 from llmdistill.teachers.cache import shards
 from llmdistill.teachers.cache.folder import CacheFolder
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
-from llmdistill.teachers.source import TeacherRun
+from llmdistill.teachers.source import TeacherContext
 from llmdistill.training import cache
 from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan, make_plan
@@ -220,7 +220,7 @@ def test_a_server_writes_the_likely_tokens_that_the_teacher_writes(planned, made
         record = cache.make_cache(plan, data, CacheConfig(micro_batch_size=4), tmp_path / "cache")
         assert len(server.asked) == record["examples"] + 1 == 26  # equal examples once, and the check's own
         found = batches(plan, data)
-        asked = losses(plan, plan.source.build(TeacherRun(plan, data, TeacherOnDemand(plan))), found)
+        asked = losses(plan, plan.source.build(TeacherContext(plan, data, TeacherOnDemand(plan))), found)
     assert (record["held"]["top_k"], record["settings"]["content"]) == (20, "top_k")
     checked(planned, tmp_path / "cache", *PACKED)
     for folder in (expected, tmp_path / "cache"):
