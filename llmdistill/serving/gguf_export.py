@@ -224,6 +224,7 @@ def _tensors(model: PreTrainedModel, kind: str) -> Iterator[tuple[str, Any, Any]
     """Yield the name, the array and the type of each weight, a tied head left out."""
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
     from gguf.quants import quantize
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config: Any = model.config
     own = ARCHITECTURES[config.model_type]
@@ -248,19 +249,13 @@ def _tensors(model: PreTrainedModel, kind: str) -> Iterator[tuple[str, Any, Any]
             fits = kind != "q8_0" or array.shape[-1] % _BLOCK == 0
             of_weight = GGMLQuantizationType[kind.upper() if fits else "F16"]
         yield new, quantize(array, of_weight), of_weight
-    if _rope(config)["rope_type"] == "llama3":
-        yield "rope_freqs.weight", _llama3_factors(config), GGMLQuantizationType.F32
-
-
-def _llama3_factors(config: Any) -> Any:
-    """Return by what llama.cpp divides each frequency of Llama 3.1's positions."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope = _rope(config)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    return (plain / scaled.double()).float().numpy()
+    if rope["rope_type"] == "llama3":
+        # By these numbers llama.cpp divides the frequencies of Llama 3.1's positions.
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        yield "rope_freqs.weight", (plain / scaled.double()).float().numpy(), GGMLQuantizationType.F32
 
 
 def _copy_tokenizer(writer: Any, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

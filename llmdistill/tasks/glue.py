@@ -361,17 +361,14 @@ def _file_rows(task: GlueTask, split: Split, folder: Path) -> Rows:
     original = folder / f"msr_paraphrase_{'test' if split == 'test' else 'train'}.txt"
     if path.is_file() or task.hub != "mrpc" or not original.is_file():
         return _tsv_rows(task, split, path)
-    return _tsv_rows(task, split, original) if split == "test" else _read_original_mrpc(task, split, original)
-
-
-def _read_original_mrpc(task: GlueTask, split: Split, path: Path) -> Rows:
-    """Read MRPC from its original files; GLUE's dev split is a part of the training set, given by a list of pairs."""
-    ids = ("#1 ID", "#2 ID")
-    # Whether the list has a header does not matter: that is no pair.
-    dev = {tuple(row.values()) for row, _ in read_benchmark_tsv(_check_file(path.with_name("dev_ids.tsv")), header=ids)}
-    for row, place in _tsv_rows(task, split, path):
-        if (tuple(row.get(each) for each in ids) in dev) == (split == "dev"):
-            yield row, place
+    rows, ids = _tsv_rows(task, split, original), ("#1 ID", "#2 ID")
+    if split == "test":
+        return rows
+    # In MRPC's original files GLUE's dev split is a part of the training set, given by a list of pairs. Whether this
+    # list has a header does not matter: that is no pair.
+    listed = read_benchmark_tsv(_check_file(original.with_name("dev_ids.tsv")), header=ids)
+    dev = {tuple(row.values()) for row, _ in listed}
+    return ((row, place) for row, place in rows if (tuple(row.get(each) for each in ids) in dev) == (split == "dev"))
 
 
 def _tsv_rows(task: GlueTask, split: Split, path: Path) -> Rows:

@@ -68,7 +68,13 @@ def round_teacher(
     tapped = TappedModel(model, Recorder(model, {}))
     batch = None if first_batch is None or not tapped.has_lm_head else first_batch().to(World.current().device)
     before, exact = _weight_bytes(model), None if batch is None else _predict(tapped, batch)
-    _round(model, bits)
+    if bits == "fp8":
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+        names = set(quantized_linears(model))
+        quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), lambda _, name: name in names)
+    else:
+        round_linears(model, bits)
     nats = None if batch is None or exact is None else _divergence(exact, _predict(tapped, batch))
     tapped.remove()
     text = f"Teacher     its linears in {bits}: {byte_size(before)} are {byte_size(_weight_bytes(model))}"
@@ -82,16 +88,6 @@ def round_teacher(
             f"the student cannot tell from knowledge: take {'none' if bits == 'int8' else 'int8'}"
         )
     return nats
-
-
-def _round(model: PreTrainedModel, bits: TeacherBits) -> None:
-    if bits in ("int8", "int4"):
-        round_linears(model, bits)
-        return
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-
-    names = set(quantized_linears(model))
-    quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), lambda _, name: name in names)
 
 
 def _predict(tapped: TappedModel, batch: Batch) -> HeadInputs:

@@ -90,7 +90,10 @@ class Nearness:
         return see(teacher.model, self._rows[0], "teacher")
 
     def measure(self, key: str, name: str, load: Callable[[], PreTrainedModel]) -> str | None:
-        """Measure and print a student, or read what was measured before; return a warning if little or less is left.
+        """Measure and print a student, or read what was measured before; return a warning in words.
+
+        The untrained student is warned of if it keeps nothing sensible, and the trained one if it is further from its
+        teacher than that.
 
         Every rank must call this method.
         """
@@ -110,7 +113,15 @@ class Nearness:
         distance = Distance(**{name: found[name] for name in Distance.__dataclass_fields__})
         print_main(f"{name.capitalize():12}{distance.sentence(found['of'])}")
         if key != "untrained":
-            return self._describe_loss(distance)
+            # A rate that is too high for a good start leads away from the teacher.
+            before = self.found.get("untrained", {}).get("divergence", math.inf)
+            if not self.plan.method.needs_teacher or distance.divergence <= _WORSE * before:
+                return None
+            return (
+                "the trained student is further from its teacher than the untrained one "
+                f"({distance.divergence:.3g} nats per token, {before:.3g} before): lower train.learning_rate "
+                f"({self.plan.config.train.learning_rate:g}), or train for more steps"
+            )
         if distance.divergence <= HOPELESS:
             return None
         remedy = (
@@ -121,17 +132,6 @@ class Nearness:
         return (
             f"the untrained student keeps nothing sensible of its teacher ({distance.divergence:.3g} nats per token): "
             f"{remedy}, or expect to train it almost from nothing"
-        )
-
-    def _describe_loss(self, trained: Distance) -> str | None:
-        """Return a warning if training by a teacher has led away from it, as a rate too high for a good start does."""
-        untrained = self.found.get("untrained", {}).get("divergence", math.inf)
-        if not self.plan.method.needs_teacher or trained.divergence <= _WORSE * untrained:
-            return None
-        rate = self.plan.config.train.learning_rate
-        return (
-            f"the trained student is further from its teacher than the untrained one ({trained.divergence:.3g} nats "
-            f"per token, {untrained:.3g} before): lower train.learning_rate ({rate:g}), or train for more steps"
         )
 
     def _keep(self, key: str, values: Mapping[str, Any]) -> None:
