@@ -138,12 +138,9 @@ class TensorParallelTeacher(Teacher):
     def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Return the inputs of the LM head at positions of this batch; every rank must call it, as often as the others.
 
-        The LM head multiplies only the rows of this batch.
+        The model runs on the rows of all ranks below each other, and the LM head only on those of this batch.
         """
-        return self._model.compute_targets(self._join(batch.with_label_rows(shift=self._model.shift)), lm_head=lm_head)
-
-    def _join(self, batch: Batch) -> Batch:
-        """Return the rows of all ranks below each other, with the positions to compare of this rank's rows alone."""
+        batch = batch.with_label_rows(shift=self._model.shift)
         size, length = batch.input_ids.shape
         shapes: list[Any] = [None] * self._ranks
         dist.all_gather_object(shapes, (size, length, batch.padding), group=self._control)
@@ -173,7 +170,7 @@ class TensorParallelTeacher(Teacher):
         needs_sequences = batch.sequences is not None and (
             batch.position_ids is not None or padding == "left" or self._has_window
         )
-        return Batch(
+        rows_of_all = Batch(
             **joint,  # type: ignore[arg-type]
             labels=torch.zeros_like(mask),  # nobody reads them
             label_rows=moved(batch.label_rows),
@@ -181,6 +178,7 @@ class TensorParallelTeacher(Teacher):
             padding=padding,
             sequences=SequencesOfRows.of(mask.cpu()).to(mask.device) if needs_sequences else None,
         )
+        return self._model.compute_targets(rows_of_all, lm_head=lm_head)
 
 
 @dataclass(frozen=True)

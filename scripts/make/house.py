@@ -242,9 +242,11 @@ def calls() -> dict[str, list[str]]:
         def call(*given, **named):  # type: ignore[no-untyped-def]
             frames = [each for each in traceback.extract_stack() if each.filename.startswith(str(PACKAGE))]
             names = [frame.name for frame in frames]
-            first = names.index("train_step") if name == "calls from train_step to a divergence" else 0
+            if name == "calls from train_step to a divergence":
+                # The last of these frames is the divergence itself, and is called as engine.backward is.
+                frames = frames[names.index("train_step") : -1]
             found.setdefault(
-                name, [f"{Path(each.filename).relative_to(ROOT)}:{each.lineno} {each.name}" for each in frames[first:]]
+                name, [f"{Path(each.filename).relative_to(ROOT)}:{each.lineno} {each.name}" for each in frames]
             )
             return real(*given, **named)
 
