@@ -114,14 +114,14 @@ class Batch:
     """(B, T) int64: the position before which the keys lie that a token sees; T at padding. None: an encoder sees all
     tokens of its sequence, a decoder those up to itself. In a source with its target (UniLM §2.3) it is the length of
     the source for each of its tokens, and the next position for a token of the target. Only encoders read it."""
-    label_rows: Tensor | None = None
-    """(N,) int64: the flat positions b·T + t that predict a label, in order; None until `with_label_rows`."""
-    token_rows: Tensor | None = None
-    """(N,) int64: the flat positions of all real tokens, in order; None until `with_label_rows`."""
+    label_positions: Tensor | None = None
+    """(N,) int64: the flat positions b·T + t that predict a label, in order; None until `with_positions`."""
+    token_positions: Tensor | None = None
+    """(N,) int64: the flat positions of all real tokens, in order; None until `with_positions`."""
     padding: Literal["none", "right", "left"] | None = None
-    """Where the rows have padding: left if any row starts with it; None until `with_label_rows`."""
+    """Where the rows have padding: left if any row starts with it; None until `with_positions`."""
     sequences: Sequences | None = None
-    """Where the sequences of each row are; None for encoders, and until `with_label_rows`."""
+    """Where the sequences of each row are; None for encoders, and until `with_positions`."""
     targets: Tensor | None = None
     """The target of each sequence, (B,) or (B, K); None if the batch has no targets. int64: a class (next sentence: 0
     if it follows, 1 if it does not, as in BERT), or K positions such as the start and end of a span; IGNORE_INDEX where
@@ -158,30 +158,30 @@ class Batch:
         known = ~self.targets.isnan() if self.targets.is_floating_point() else self.targets != IGNORE_INDEX
         return known.flatten(1).any(1) if known.dim() > 1 else known
 
-    def with_label_rows(self, *, shift: bool) -> Batch:
-        """The same batch with `label_rows`, `token_rows`, `padding` and, for decoders, `sequences` filled in.
+    def with_positions(self, *, shift: bool) -> Batch:
+        """The same batch with `label_positions`, `token_positions`, `padding` and, for decoders, `sequences` filled in.
 
         Call it while the batch is on the CPU: on a GPU the host would have to wait for the result.
 
         Args:
             shift: if True, position i predicts label i+1 (decoders); if False, label i (masked tokens of encoders).
         """
-        if self.label_rows is not None:
+        if self.label_positions is not None:
             return self
         rows_N = (predicted_labels(self.labels, shift=shift) != IGNORE_INDEX).flatten().nonzero()[:, 0]
         real_BT = self.attention_mask != 0
         padding: Literal["none", "right", "left"] = "right" if real_BT[:, 0].all() else "left"
         return replace(
             self,
-            label_rows=rows_N,
-            token_rows=real_BT.flatten().nonzero()[:, 0],
+            label_positions=rows_N,
+            token_positions=real_BT.flatten().nonzero()[:, 0],
             padding="none" if real_BT.all() else padding,
             sequences=Sequences.of(self.attention_mask) if shift else None,
         )
 
-    def without_label_rows(self) -> Batch:
-        """The same batch as before `with_label_rows`."""
-        return replace(self, label_rows=None, token_rows=None, padding=None, sequences=None)
+    def without_positions(self) -> Batch:
+        """The same batch as before `with_positions`."""
+        return replace(self, label_positions=None, token_positions=None, padding=None, sequences=None)
 
     def pad_to_multiple(self, multiple: int, longest: int) -> Batch:
         """The same batch with more padding on the right: its length is a multiple, but at most `longest`.
@@ -192,7 +192,7 @@ class Batch:
         more = min(-(-length // multiple) * multiple, longest) - length
         if more <= 0:
             return self
-        assert self.label_rows is None, "the places of the labels depend on the length"
+        assert self.label_positions is None, "the places of the labels depend on the length"
         from torch.nn import functional
 
         # Any token id will do at padding, which is masked; `visible_until` is the new length there.
@@ -204,11 +204,11 @@ class Batch:
         return replace(self, **longer)
 
     def select(self, rows: slice | list[int], longest: int | None = None) -> Batch:
-        """Some rows of a batch that has no `label_rows` yet, without the padding on the right that none of them needs.
+        """Some rows of a batch without `label_positions`, and without padding on the right that none of them needs.
 
         Each row keeps at most its first `longest` tokens.
         """
-        assert self.label_rows is None, "the places of the labels depend on the rows"
+        assert self.label_positions is None, "the places of the labels depend on the rows"
         real_T = (self.attention_mask[rows] != 0).any(0).nonzero()
         longest = self.input_ids.shape[1] if longest is None else longest
         length = min(int(real_T[-1]) + 1 if len(real_T) else 1, longest)
@@ -228,16 +228,16 @@ class Batch:
         names = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "visible_until")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def rows_at(self, positions: Positions) -> Tensor:
-        """(N,): the flat positions of one kind, real tokens or those that predict a label."""
-        rows_N = self.token_rows if positions == "tokens" else self.label_rows
-        assert rows_N is not None, "call with_label_rows first"
-        return rows_N
+    def flat_positions(self, kind: Positions) -> Tensor:
+        """(N,): the positions b·T + t of one kind, real tokens or those that predict a label."""
+        positions_N = self.token_positions if kind == "tokens" else self.label_positions
+        assert positions_N is not None, "call with_positions first"
+        return positions_N
 
     def row_labels(self, *, shift: bool) -> Tensor:
-        """(N,): the label that each position of `label_rows` predicts."""
-        assert self.label_rows is not None, "call with_label_rows first"
-        return predicted_labels(self.labels, shift=shift).flatten().index_select(0, self.label_rows)
+        """(N,): the label that each position of `label_positions` predicts."""
+        assert self.label_positions is not None, "call with_positions first"
+        return predicted_labels(self.labels, shift=shift).flatten().index_select(0, self.label_positions)
 
     def to(self, device: torch.device | str) -> Batch:
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}

@@ -33,7 +33,7 @@ def checked(planned, folder: Path, *arguments: str) -> None:
 
 def batches(plan: Plan, data: Any, size: int = 5) -> list[Batch]:
     loader = data.loader(Share(seed=0, global_batch_size=size, micro_batch_size=size))
-    return [batch.with_label_rows(shift=True) for step in range(3) for batch in loader.micro_batches(step)]
+    return [batch.with_positions(shift=True) for step in range(3) for batch in loader.micro_batches(step)]
 
 
 def losses(plan: Plan, teacher: Any, batches: list[Batch]) -> list[dict[str, Any]]:

@@ -166,7 +166,7 @@ def forecast(setting: Setting, ranks: int, content: Any = None) -> dict[str, flo
     with torch.device("meta"):
         projectors = add_projectors(student, method.projections, seed=0)
     models = ForecastModels(student=student, projectors=projectors, teacher=teacher, method=method)
-    batch = batch_of(setting).with_label_rows(shift=method.shift).to("meta")
+    batch = batch_of(setting).with_positions(shift=method.shift).to("meta")
     cached = None if content is None else trace_cache(teacher, method, batch, CacheConfig(content=content))
     trace = trace_step(models, batch, checkpointing=setting.checkpointing, cached=cached)
     layout = Layout(

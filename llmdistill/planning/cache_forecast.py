@@ -118,8 +118,8 @@ class CacheForecast:
 
 
 def count_positions(batch: Batch, times: int = 1) -> Counts:
-    """Count the positions in so many batches like one with `label_rows`, on any device."""
-    tokens, labels = (times * len(batch.rows_at(place)) for place in ("tokens", "labels"))
+    """Count the positions in so many batches like one with `label_positions`, on any device."""
+    tokens, labels = (times * len(batch.flat_positions(place)) for place in ("tokens", "labels"))
     return {"sequences": times * len(batch.input_ids), "tokens": tokens, "labels": labels}
 
 

@@ -89,7 +89,7 @@ def check_run(config: RunConfig) -> Iterator[Finding]:
 def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
     world = World.current()
     batch = data.loader(share_of(plan)).micro_batches(0)[0]
-    batch = batch.with_label_rows(shift=plan.method.shift).to(world.device)
+    batch = batch.with_positions(shift=plan.method.shift).to(world.device)
     teacher = TeacherOnDemand(plan)
     student = load_student(plan, prepare_student(plan, teacher, data), plan.models.dtype)
     student.to(world.device)  # type: ignore[arg-type]

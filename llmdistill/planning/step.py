@@ -116,7 +116,7 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
         token_type_ids=torch.zeros_like(ids),
         position_ids=torch.arange(length).expand_as(ids) if packed else None,
         targets=None if targets is None else targets.of_zeros(ids),
-    ).with_label_rows(shift=plan.method.shift)  # finds the labels, for which the ids must have values
+    ).with_positions(shift=plan.method.shift)  # finds the labels, for which the ids must have values
     # Texts fill their rows; other batches are padded, and then an encoder's attention needs a mask.
     return replace(batch, padding="none" if data.kind == "text" else "right").to("meta")
 

@@ -147,8 +147,8 @@ def outputs_of(model: PreTrainedModel, rows: Rows, run: Run | None = None) -> Ou
         if output.dim() < 3:  # a class of each sequence, or the place where a span begins
             kept.append(output)
             continue
-        located = batch.with_label_rows(shift=causal)
-        positions = located.label_rows if causal and head else None
+        located = batch.with_positions(shift=causal)
+        positions = located.label_positions if causal and head else None
         kept.append(output[0] if positions is None else output[0].index_select(0, positions))
         if positions is not None:
             labels.append(located.row_labels(shift=causal))

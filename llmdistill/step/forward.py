@@ -111,7 +111,7 @@ class TappedModel:
         The result passes through the model's own output in place of the logits, so that ZeRO-3 gathers parameters in
         the backward pass.
         """
-        batch = batch.with_label_rows(shift=self.shift)
+        batch = batch.with_positions(shift=self.shift)
         with self._restrict_head(batch, (place,), compute), self._inputs(batch) as inputs:
             result = self._forward(**inputs)
         total = self._split_outputs(result, batch)[0]
@@ -119,7 +119,7 @@ class TappedModel:
 
     def inspect_head(self, batch: Batch, inspect: Callable[[HeadInputs], None]) -> None:
         """Run the model without taps; `inspect` gets the LM head's inputs at the labels, or the logits there."""
-        batch = batch.with_label_rows(shift=self.shift)
+        batch = batch.with_positions(shift=self.shift)
 
         def inspect_rows(head: HeadInputs) -> Tensor:
             inspect(head)
@@ -138,7 +138,7 @@ class TappedModel:
 
     def __call__(self, batch: Batch) -> Outputs:
         """Run the model on a batch, and compute the logits of every token."""
-        batch = batch.with_label_rows(shift=self.shift)
+        batch = batch.with_positions(shift=self.shift)
         with self._recorder.recording(mask=batch.mask), self._inputs(batch) as inputs:
             result = self._forward(**inputs)
         logits, sequences = self._split_outputs(result, batch)
@@ -150,7 +150,7 @@ class TappedModel:
 
     def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run the teacher on a batch; return taps and the LM head's inputs at these kinds of positions."""
-        batch = batch.with_label_rows(shift=self.shift)
+        batch = batch.with_positions(shift=self.shift)
         head_inputs: list[HeadInputs] = []
 
         def keep_inputs(head: HeadInputs) -> Tensor:
@@ -185,7 +185,7 @@ class TappedModel:
     def compute_losses(self, batch: Batch, terms: BoundTerms) -> Losses:
         """Run the student on a batch and compute the terms of its loss and their gradients."""
         # The trainer has found the rows on the CPU already; other callers may not have.
-        batch = batch.with_label_rows(shift=self.shift)
+        batch = batch.with_positions(shift=self.shift)
         taps = Taps() if terms.teacher is None else terms.teacher.taps
         layers = LayerLosses(terms.layer_terms, taps, batch.attention_mask)
         head = HeadLosses(terms, batch, shift=self.shift, vocabulary=self._vocabulary)
@@ -271,9 +271,9 @@ class TappedModel:
             return nullcontext()
         if not places:
             # No term reads logits, so the head multiplies no row.
-            return self._head.replaced(batch.rows_at("labels")[:0], None)
+            return self._head.replaced(batch.flat_positions("labels")[:0], None)
         # A position of two kinds has two rows: to find it again among the others the host would have to wait.
-        return self._head.replaced(torch.cat([batch.rows_at(place) for place in places]), compute)
+        return self._head.replaced(torch.cat([batch.flat_positions(place) for place in places]), compute)
 
     def _split_outputs(self, result: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """Return the outputs of the LM head and of the head for targets; None for a head that the model lacks."""
@@ -324,5 +324,5 @@ def _find_sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
 
 def _select_logits(logits_BTV: Tensor, batch: Batch, places: Sequence[Positions]) -> HeadInputs:
     """Select the logits at these kinds of positions, one kind after the other, in the form of inputs of an LM head."""
-    rows_N = torch.cat([batch.rows_at(place) for place in places])
+    rows_N = torch.cat([batch.flat_positions(place) for place in places])
     return HeadInputs(logits_BTV.flatten(0, 1).index_select(0, rows_N), None, None)

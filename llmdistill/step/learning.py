@@ -92,7 +92,7 @@ class HeadLosses:
             if place == "labels":
                 labels_N = self._batch.row_labels(shift=self._shift)
             else:  # only divergences sum over other positions, and they read no label
-                labels_N = torch.zeros_like(self._batch.rows_at(place))
+                labels_N = torch.zeros_like(self._batch.flat_positions(place))
             factors = torch.stack(
                 [
                     # full() launches a kernel; torch.tensor() would copy, and the host would wait for the device
@@ -115,7 +115,7 @@ class HeadLosses:
 
 def split_by_positions(head: HeadInputs, batch: Batch, places: Sequence[Positions]) -> dict[Positions, HeadInputs]:
     """Split the rows of an LM head that ran on several kinds of positions, one after the other, by kind."""
-    parts = head.rows.split([len(batch.rows_at(place)) for place in places])
+    parts = head.rows.split([len(batch.flat_positions(place)) for place in places])
     return {place: head._replace(rows=rows) for place, rows in zip(places, parts, strict=True)}
 
 

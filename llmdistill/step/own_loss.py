@@ -59,7 +59,7 @@ def measure_own_loss(
         reduce: sums a tensor over the ranks in place, so that they decide alike.
     """
     sample = _cut_sample(batch, shift=tapped.shift)
-    rows_N, labels_N = sample.rows_at("labels"), sample.row_labels(shift=tapped.shift)
+    rows_N, labels_N = sample.flat_positions("labels"), sample.row_labels(shift=tapped.shift)
 
     def loss(logits_BTV: Tensor) -> Tensor:
         return _sum_losses(logits_BTV.flatten(0, 1).index_select(0, rows_N), labels_N)
@@ -127,7 +127,7 @@ def _cut_sample(batch: Batch, *, shift: bool) -> Batch:
     labels = labels.clone()
     labels[:, 0] = IGNORE_INDEX  # no token before it predicts it
     types = None if batch.token_type_ids is None else batch.token_type_ids[:count, columns]
-    return Batch(ids, mask, labels, token_type_ids=types).with_label_rows(shift=shift)
+    return Batch(ids, mask, labels, token_type_ids=types).with_positions(shift=shift)
 
 
 def _sum_losses(logits_NV: Tensor, labels_N: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Bat
 
     @torch.no_grad()
     def loss_of(batch: Batch) -> tuple[float, int]:
-        located = batch.with_label_rows(shift=shift).to(model.device)
-        assert located.label_rows is not None
+        located = batch.with_positions(shift=shift).to(model.device)
+        assert located.label_positions is not None
         inputs: dict[str, Any] = {"input_ids": located.input_ids, "attention_mask": located.attention_mask}
         if located.token_type_ids is not None and has_segments(config):
             inputs["token_type_ids"] = located.token_type_ids
@@ -58,10 +58,10 @@ def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Bat
 
         # Logits of all positions would take T * V floats; the head is called with the rows of the labels alone, in
         # chunks.
-        with head.replaced(located.label_rows, sum_losses) if in_chunks else nullcontext():
+        with head.replaced(located.label_positions, sum_losses) if in_chunks else nullcontext():
             outputs = model(**inputs)
         if not in_chunks:
-            sum_losses(HeadInputs(outputs.logits.flatten(0, 1).index_select(0, located.label_rows), None, None))
+            sum_losses(HeadInputs(outputs.logits.flatten(0, 1).index_select(0, located.label_positions), None, None))
         return float(sums[0]), len(labels_N)
 
     try:

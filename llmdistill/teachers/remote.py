@@ -142,7 +142,7 @@ class RemoteTeacher(AsyncTeacher):
 
     def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Return the outputs for a batch; requests them now if they were not before; raises as `wait` does."""
-        batch = (batch if batch.requests else self.request(batch)).with_label_rows(shift=True)
+        batch = (batch if batch.requests else self.request(batch)).with_positions(shift=True)
         answers = [answer.result() for answer in batch.requests]
         top = TopK(
             torch.cat([answer.tokens for answer in answers]).to(self._device),
@@ -150,7 +150,9 @@ class RemoteTeacher(AsyncTeacher):
             {1.0: torch.cat([answer.rest[1.0] for answer in answers]).to(self._device)},
         )
         # The answers are those at all real tokens, in their order.
-        here = {place: torch.searchsorted(batch.rows_at("tokens"), batch.rows_at(place)) for place in lm_head}
+        here = {
+            place: torch.searchsorted(batch.flat_positions("tokens"), batch.flat_positions(place)) for place in lm_head
+        }
         return Outputs(logits=None, taps=Taps(), lm_head={place: top.at(rows) for place, rows in here.items()})
 
 

@@ -102,7 +102,7 @@ def to_rows(
 
     Args:
         outputs: what `TappedModel.compute_targets` returned for the batch.
-        batch: with `label_rows`, on any device, where the rows are too.
+        batch: with `label_positions`, on any device, where the rows are too.
         request: the outputs to store.
         top_k: number of most likely tokens to keep; None keeps hidden states.
         vocabulary: the first tokens, which are compared; None compares all.
@@ -131,7 +131,7 @@ def to_rows(
         for layer in layers:
             tensor = getattr(outputs.taps, aspect)[layer]
             by_token = tensor.transpose(1, 2) if tensor.dim() == 4 else tensor  # (B, T, H, D) or (B, T, W)
-            rows[f"{aspect}.{layer}"] = by_token.flatten(0, 1).index_select(0, batch.rows_at("tokens"))
+            rows[f"{aspect}.{layer}"] = by_token.flatten(0, 1).index_select(0, batch.flat_positions("tokens"))
     if request.sequences:
         assert outputs.sequence_logits is not None, "the teacher has no head for sequences"
         rows["sequences.logits"] = outputs.sequence_logits
@@ -155,7 +155,7 @@ def top_rows(top: TopK, place: Positions) -> dict[str, Tensor]:
 def rows_of_samples(batch: Batch, place: Positions) -> Tensor:
     """The number of rows of each example of a batch, in the order of its `sample_ids`: (examples,), on the CPU.
 
-    The batch has `label_rows` and is on the CPU.
+    The batch has `label_positions` and is on the CPU.
     """
     sizes = torch.tensor([len(ids) for ids in batch.sample_ids])
     if place == "sequences":
@@ -163,7 +163,7 @@ def rows_of_samples(batch: Batch, place: Positions) -> Tensor:
     before_B = sizes.cumsum(0) - sizes
     # The mask has the number, from 1, of a token's example in its row.
     sample_BT = before_B[:, None] + batch.attention_mask - 1
-    return torch.bincount(sample_BT.flatten()[batch.rows_at(place)], minlength=int(sizes.sum()))
+    return torch.bincount(sample_BT.flatten()[batch.flat_positions(place)], minlength=int(sizes.sum()))
 
 
 def to_outputs(
@@ -181,7 +181,7 @@ def to_outputs(
 
     Args:
         read: returns the rows of the batch's examples of the tensor with this name, on the batch's device.
-        batch: with `label_rows`.
+        batch: with `label_positions`.
         request: the outputs that the method needs.
         top_k: the number of most likely tokens in the cache; None if it has hidden states.
         head: weight and bias of the LM head, for hidden states.
@@ -192,7 +192,7 @@ def to_outputs(
         for layer in layers:
             # A tap at all real tokens, (N, H, D) or (N, W), becomes (B, H, T, D) or (B, T, W).
             rows, places = read(f"{aspect}.{layer}"), batch.attention_mask.shape
-            flat = rows.new_zeros(places.numel(), *rows.shape[1:]).index_copy_(0, batch.rows_at("tokens"), rows)
+            flat = rows.new_zeros(places.numel(), *rows.shape[1:]).index_copy_(0, batch.flat_positions("tokens"), rows)
             whole = flat.view(*places, *rows.shape[1:])
             getattr(taps, aspect)[layer] = whole.transpose(1, 2) if whole.dim() == 4 else whole
     lm_head: dict[Positions, HeadInputs | TopK] = {}

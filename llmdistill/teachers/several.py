@@ -59,20 +59,20 @@ class TeachersOfRows(Teacher):
     def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run each teacher on its own rows of a decoder's batch."""
         assert tuple(lm_head) == ("labels",), "the positions of decoders are those of the labels"
-        device, there = batch.input_ids.device, batch.to("cpu").with_label_rows(shift=True)
+        device, there = batch.input_ids.device, batch.to("cpu").with_positions(shift=True)
         # The row of each label, from its flat position b·T + t.
-        row_N = there.rows_at("labels") // there.input_ids.shape[1]
+        row_N = there.flat_positions("labels") // there.input_ids.shape[1]
         unknown = set(batch.teachers) - set(self.teachers)
         if unknown:  # in a stream; the rows of other sets are checked before the training
             raise UserError(f"data.train: a row has the teacher {min(unknown)!r}: name it in teacher.others")
-        whole = there.without_label_rows()
+        whole = there.without_positions()
         heads, places = [], []
         for name, teacher in self.teachers.items():
             own = [row for row, asked in enumerate(batch.teachers) if asked == name]
             if not own and name not in self.together:
                 continue
             # A rank without rows for a sharded teacher runs any row, so that all ranks take part, and drops its output.
-            part = whole.select(own or [0]).with_label_rows(shift=True).to(device)
+            part = whole.select(own or [0]).with_positions(shift=True).to(device)
             head = _head(teacher.compute_targets(part, lm_head=lm_head).lm_head, "labels")
             heads.append(head if own else head._replace(rows=head.rows[:0]))
             places.append(torch.isin(row_N, torch.tensor(own, dtype=torch.long)).nonzero()[:, 0])

@@ -140,7 +140,7 @@ class TensorParallelTeacher(Teacher):
 
         The model runs on the rows of all ranks below each other, and the LM head only on those of this batch.
         """
-        batch = batch.with_label_rows(shift=self._model.shift)
+        batch = batch.with_positions(shift=self._model.shift)
         size, length = batch.input_ids.shape
         shapes: list[Any] = [None] * self._ranks
         dist.all_gather_object(shapes, (size, length, batch.padding), group=self._control)
@@ -173,8 +173,8 @@ class TensorParallelTeacher(Teacher):
         rows_of_all = Batch(
             **joint,  # type: ignore[arg-type]
             labels=torch.zeros_like(mask),  # nobody reads them
-            label_rows=moved(batch.label_rows),
-            token_rows=moved(batch.token_rows),
+            label_positions=moved(batch.label_positions),
+            token_positions=moved(batch.token_positions),
             padding=padding,
             sequences=SequencesOfRows.of(mask.cpu()).to(mask.device) if needs_sequences else None,
         )

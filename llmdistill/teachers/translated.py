@@ -253,7 +253,7 @@ class TranslatedTeacher(Teacher):
 
     def retokenize(self, batch: Batch) -> Batch:
         """Return the text of a batch in the teacher's tokens."""
-        return self.translation(batch)[0].with_label_rows(shift=True).to(batch.input_ids.device)
+        return self.translation(batch)[0].with_positions(shift=True).to(batch.input_ids.device)
 
     def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run the teacher on the text of a batch; the note at the first one says how many labels are compared."""
@@ -265,7 +265,7 @@ class TranslatedTeacher(Teacher):
                 f"Note        the teacher has another tokenizer; of the first batch's labels {describe_shares(others)}"
             )
             self._is_told = True
-        outputs = self.teacher.compute_targets(of_teacher.with_label_rows(shift=True).to(device), lm_head=lm_head)
+        outputs = self.teacher.compute_targets(of_teacher.with_positions(shift=True).to(device), lm_head=lm_head)
         head = outputs.lm_head["labels"]
         assert isinstance(head, HeadInputs), "a cache knows only its own tokens"
         moved = {
@@ -314,7 +314,7 @@ class TranslatedSource(ModelSource):
     def build(self, context: TeacherContext) -> TranslatedTeacher:
         translation, first_batch = make_translation(context.plan, context.data), context.first_batch
         if first_batch is not None:
-            context = replace(context, first_batch=lambda: translation(first_batch())[0].with_label_rows(shift=True))
+            context = replace(context, first_batch=lambda: translation(first_batch())[0].with_positions(shift=True))
         return TranslatedTeacher(self.part.build(context), translation, say=partial(print_main))
 
     def settings_of(self, teacher: TeacherConfig) -> Any:

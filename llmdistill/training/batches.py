@@ -97,7 +97,7 @@ class DataBatches:
         multiple = config.data.pad_to_multiple_of or (64 if device.type == "cuda" else 1)
 
         def prepare(batch: Batch) -> Batch:
-            return batch.pad_to_multiple(multiple, config.data.max_length).with_label_rows(shift=self.plan.method.shift)
+            return batch.pad_to_multiple(multiple, config.data.max_length).with_positions(shift=self.plan.method.shift)
 
         requesting = _with_requests(parts.loader, parts.teacher)
         return PrefetchingLoader(requesting, steps=config.train.steps, device=device, prepare=prepare)

@@ -133,7 +133,7 @@ def count_examples(plan: Plan, data: TaskData) -> dict[Positions, int]:
         if item.sample_id in seen:
             continue
         seen.add(item.sample_id)
-        batch = collate([item]).with_label_rows(shift=plan.method.shift)
+        batch = collate([item]).with_positions(shift=plan.method.shift)
         for place in POSITIONS:
             counts[place] += int(rows_of_samples(batch, place).sum())
     return counts

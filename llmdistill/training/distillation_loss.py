@@ -192,7 +192,7 @@ class DistillationLoss:
             raise UserError(
                 f"the loss was called with {given}: give the batch as it is, loss(batch), not loss(**batch)"
             )
-        located = self.as_batch(batch).with_label_rows(shift=self.method.shift).to(self.student.device)
+        located = self.as_batch(batch).with_positions(shift=self.method.shift).to(self.student.device)
         counts: Mapping[Positions, Tensor] = located.counts()
         if isinstance(num_items_in_batch, Mapping):
             counts = {name: num_items_in_batch[name].to(located.input_ids.device) for name in POSITIONS}

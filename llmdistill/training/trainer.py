@@ -97,7 +97,7 @@ class Trainer:
         """Return a batch on the device, with the positions of its labels."""
         # The positions are found on the CPU; on a GPU this would synchronize the host with the device.
         shift = (self.method if method is None else method).shift
-        return batch.with_label_rows(shift=shift).to(World.current().device)
+        return batch.with_positions(shift=shift).to(World.current().device)
 
     def compute_targets(self, batch: Batch, method: Method | None = None) -> Outputs | None:
         """Return what a method, by default the run's, asks of the teacher; None if it needs none."""

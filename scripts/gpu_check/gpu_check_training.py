@@ -82,7 +82,7 @@ def waits(world: World) -> Iterator[Line]:
         trainer = make_trainer(setting)
         # As the thread prepares them that reads ahead; batches are on the CPU until the step moves them.
         batch, shorter = (
-            each.with_label_rows(shift=trainer.method.shift) for each in (batch_of(setting), padded(batch_of(setting)))
+            each.with_positions(shift=trainer.method.shift) for each in (batch_of(setting), padded(batch_of(setting)))
         )
         for _ in range(2):  # ZeRO-3 compares the ranks' order of layers in the first steps
             trainer.train_step([batch])

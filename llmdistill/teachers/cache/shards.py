@@ -69,7 +69,7 @@ class Job:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Collate examples, on the CPU."""
-        return self.collate([self.items[index] for index in indices]).with_label_rows(shift=self.shift)
+        return self.collate([self.items[index] for index in indices]).with_positions(shift=self.shift)
 
 
 def plan_shards(ids: np.ndarray, lengths: np.ndarray, settings: CacheConfig) -> list[Shard]:
@@ -178,7 +178,7 @@ def write_by_scorer(job: Job, missing: Sequence[int], score: Callable[[list[list
         for batch, top in zip(batches, score([each.input_ids[0].tolist() for each in batches]), strict=True):
             rows: dict[str, Tensor] = {}
             for place in job.request.positions:
-                rows |= top_rows(top.at(batch.rows_at(place)), place)
+                rows |= top_rows(top.at(batch.flat_positions(place)), place)
             made.append((batch, rows))
         _save(job, number, made, {})
 

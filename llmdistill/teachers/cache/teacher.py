@@ -48,14 +48,14 @@ class CachedTeacher(Teacher):
         Raises:
             UserError: the cache has no example with an id of the batch, or other rows for it.
         """
-        batch = batch.with_label_rows(shift=self._shift)
+        batch = batch.with_positions(shift=self._shift)
         assert set(lm_head) <= set(self._request.positions), f"{lm_head} was not asked for"
         assert batch.sample_ids, "the student wrote the text, so nothing about it is in a cache"
         places = self._folder.find([each for row in batch.sample_ids for each in row])
 
         def read(name: str) -> Tensor:
             rows, kind = self._folder.rows(name, places), row_positions(name)
-            expected = len(batch.sample_ids) if kind == "sequences" else len(batch.rows_at(kind))
+            expected = len(batch.sample_ids) if kind == "sequences" else len(batch.flat_positions(kind))
             if len(rows) != expected:
                 raise UserError(
                     f"{self._folder.folder}: the teacher's cache holds {len(rows)} rows of {name} for a batch with "

@@ -205,7 +205,7 @@ def batch_of(*, shift=True):
     mask[0, 6:] = mask[2, 8:] = 0
     ids = ids.masked_fill(mask == 0, 0)
     labels = ids.masked_fill((mask == 0) | (torch.arange(9) < 4), IGNORE_INDEX)
-    return Batch(ids, mask, labels).with_label_rows(shift=shift)
+    return Batch(ids, mask, labels).with_positions(shift=shift)
 
 
 def tapped_model(name, **settings):
@@ -291,6 +291,6 @@ def test_packed_rows_need_our_masks():
     tapped = tapped_model("phi3")
     ids = torch.arange(5, 17)[None]
     mask = (torch.arange(12) // 6 + 1)[None]
-    batch = Batch(ids, mask, ids, position_ids=(torch.arange(12) % 6)[None]).with_label_rows(shift=True)
+    batch = Batch(ids, mask, ids, position_ids=(torch.arange(12) % 6)[None]).with_positions(shift=True)
     with pytest.raises(UserError, match=r"data\.packing to false"):
         check_losses({"student": tapped}, batch)

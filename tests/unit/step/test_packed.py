@@ -95,7 +95,7 @@ def test_losses_and_gradients_are_those_of_the_stock_model_on_each_sequence(name
     model.zero_grad()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch = batch.with_label_rows(shift=True)
+    batch = batch.with_positions(shift=True)
     tapped = TappedModel(model, Recorder(model, every_aspect(model)))
     tapped.compute_losses(batch, make_sft().bind_terms(None, batch)).total.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -134,7 +134,7 @@ def test_padding_on_the_left_changes_no_sequence(name):
 
 
 def test_no_tensor_of_tokens_by_tokens_is_made():
-    model, batch = make("mistral"), make_batch().with_label_rows(shift=True)
+    model, batch = make("mistral"), make_batch().with_positions(shift=True)
     tapped = TappedModel(model, Recorder(model, {"query": frozenset({0})}))
 
     def has_squares(forward):

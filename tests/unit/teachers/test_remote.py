@@ -41,7 +41,7 @@ def examples():
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_likely_tokens_are_those_of_the_model_alone(server, folder, examples, packed):
     made = collate_packed(examples, 0, max_length=18) if packed else collate(examples, 0)
-    batch = made.with_label_rows(shift=True)
+    batch = made.with_positions(shift=True)
     teacher = RemoteTeacher(client(server.url), device=torch.device("cpu"))
     found = teacher.compute_targets(batch, lm_head=("labels", "tokens")).lm_head
     model = load_model(folder, dtype=torch.float32).eval()
@@ -69,7 +69,7 @@ def test_what_was_asked_before_is_not_asked_again(server, examples):
     teacher.wait(batches)
     assert len(server.asked) == 4
     whole = [
-        teacher.compute_targets(each.with_label_rows(shift=True), lm_head=["labels"]).lm_head["labels"]
+        teacher.compute_targets(each.with_positions(shift=True), lm_head=["labels"]).lm_head["labels"]
         for each in batches
     ]
     assert len(server.asked) == 4

@@ -19,7 +19,7 @@ NOTHING = Request(positions=(), temperatures=(), taps={}, sequences=False)
 def test_most_likely_tokens_come_from_the_shared_vocabulary():
     request = replace(NOTHING, positions=("labels",), temperatures=(1.0, 2.0))
     items = [Encoded([5, 6, 7], [8, 1]), Encoded([9], [10, 11, 1]), Encoded([3, 4], [5, 1])]
-    batch = collate(items, 0).with_label_rows(shift=True)
+    batch = collate(items, 0).with_positions(shift=True)
     model = tiny_model("llama")
     with torch.no_grad():
         outputs = TappedModel(model, Recorder(model, request.taps)).compute_targets(batch, lm_head=request.positions)
@@ -34,7 +34,7 @@ def test_most_likely_tokens_come_from_the_shared_vocabulary():
 
 def test_an_example_without_labels_has_no_rows_wherever_it_stands():
     items = [Encoded([9], []), Encoded([5, 6], [8, 1]), Encoded([3, 4], [])]
-    batch = collate(items, 0).with_label_rows(shift=True)
+    batch = collate(items, 0).with_positions(shift=True)
     assert rows_of_samples(batch, "labels").tolist() == [0, 2, 0]
     assert rows_of_samples(batch, "tokens").tolist() == [1, 4, 2]
 

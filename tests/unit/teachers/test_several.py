@@ -40,7 +40,7 @@ def logits(head: HeadInputs) -> torch.Tensor:
 
 
 def alone(model: TappedModel, item: Encoded) -> torch.Tensor:
-    batch = collate([item], 0).with_label_rows(shift=True)
+    batch = collate([item], 0).with_positions(shift=True)
     return logits(model.compute_targets(batch, lm_head=("labels",)).lm_head["labels"])
 
 
@@ -48,13 +48,13 @@ def by_item(batch: Batch) -> list[int]:
     """The number of the example of each label of a batch, in the order of its labels."""
     numbers = {item.sample_id: number for number, item in enumerate(ITEMS)}
     columns = batch.input_ids.shape[1]
-    rows = [divmod(place, columns) for place in batch.label_rows.tolist()]
+    rows = [divmod(place, columns) for place in batch.label_positions.tolist()]
     return [numbers[batch.sample_ids[row][int(batch.attention_mask[row, column]) - 1]] for row, column in rows]
 
 
 @pytest.mark.parametrize("arrange", ARRANGED.values(), ids=ARRANGED)
 def test_each_row_is_taught_by_the_teacher_it_asks_for(models, arrange):
-    batch = arrange(ITEMS).with_label_rows(shift=True)
+    batch = arrange(ITEMS).with_positions(shift=True)
     found = (
         TeachersOfRows(teachers=models, together=frozenset())
         .compute_targets(batch, lm_head=("labels",))
@@ -76,7 +76,7 @@ def test_each_row_is_taught_by_the_teacher_it_asks_for(models, arrange):
 
 
 def test_a_teacher_runs_only_where_it_is_asked_or_every_rank_must(models):
-    batch = collate([item for item in ITEMS if item.teacher], 0).with_label_rows(shift=True)
+    batch = collate([item for item in ITEMS if item.teacher], 0).with_positions(shift=True)
     ran = []
 
     class Counted:
@@ -94,7 +94,7 @@ def test_a_teacher_runs_only_where_it_is_asked_or_every_rank_must(models):
         found = of_rows.compute_targets(batch, lm_head=("labels",)).lm_head["labels"]
         assert ran == expected
         assert [len(head.rows) for head in found.heads] == [len(places) for places in found.places]
-        assert len(found.heads[-1].rows) == len(batch.label_rows)
+        assert len(found.heads[-1].rows) == len(batch.label_positions)
 
 
 def test_a_row_that_asks_for_another_teacher_is_one_sentence(models):
@@ -104,7 +104,7 @@ def test_a_row_that_asks_for_another_teacher_is_one_sentence(models):
 
 
 def test_averaged_teachers_see_the_whole_batch(models):
-    batch = collate(ITEMS, 0).with_label_rows(shift=True)
+    batch = collate(ITEMS, 0).with_positions(shift=True)
     averaged = AveragedTeachers(teachers=models, weights=[3.0, 1.0], average="log_probabilities")
     found = averaged.compute_targets(batch, lm_head=("labels",)).lm_head["labels"]
     assert found.weights == (0.75, 0.25)

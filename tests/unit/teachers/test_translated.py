@@ -40,7 +40,7 @@ def translation(teacher, *, prompts=True, longest=100, pairs=PAIRS) -> Translati
 
 
 def batch_of(pairs=PAIRS) -> Batch:
-    return collate([encoded(*pair) for pair in pairs], STUDENT.pad_token_id).with_label_rows(shift=True)
+    return collate([encoded(*pair) for pair in pairs], STUDENT.pad_token_id).with_positions(shift=True)
 
 
 def texts_of_spans(batch: Batch, teacher_batch: Batch, others: OtherTokens, teacher) -> list[tuple[bytes, bytes]]:
@@ -60,7 +60,7 @@ def texts_of_spans(batch: Batch, teacher_batch: Batch, others: OtherTokens, teac
         found.append(
             (text(ours, labels[others.student_spans == span]), text(theirs, others.labels[others.spans == span]))
         )
-    assert torch.equal(others.labels, teacher_batch.with_label_rows(shift=True).row_labels(shift=True))
+    assert torch.equal(others.labels, teacher_batch.with_positions(shift=True).row_labels(shift=True))
     return found
 
 
@@ -74,7 +74,7 @@ def test_each_span_has_the_same_text_on_both_sides_and_begins_at_its_first_row(n
     assert b"".join(one for one, _ in found).count(b"END") == len(PAIRS)
     compared = (others.pairs >= 0) ^ (others.student_spans >= 0)
     assert compared.all()
-    assert len(compared) == len(batch.label_rows)
+    assert len(compared) == len(batch.label_positions)
     assert (others.pairs >= 0).any()
     assert others.num_spans > 3
     for span in range(others.num_spans):
@@ -127,7 +127,7 @@ def test_a_cache_knows_examples_by_the_teachers_tokens():
         items = [Encoded(prompt, [*answer, student.eos_token_id]) for prompt, answer in tokens]
         asked_for = zip(items, PAIRS, strict=True)
         prompts = {sample_id(item.prompt_ids): teacher(prompt)["input_ids"] for item, (prompt, _) in asked_for}
-        batch = collate(items, student.pad_token_id).with_label_rows(shift=True)
+        batch = collate(items, student.pad_token_id).with_positions(shift=True)
         teacher_batch, _ = Translation(student, teacher, prompts=prompts, longest=100)(batch)
         found.append(teacher_batch.sample_ids)
         own.append(batch.sample_ids)
@@ -144,7 +144,7 @@ def test_plain_text_is_read_whole(starts):
     ids = torch.tensor([STUDENT(text)["input_ids"]])
     labels = ids.clone()
     labels[:, 0] = IGNORE_INDEX
-    batch = Batch(ids, torch.ones_like(ids), labels).with_label_rows(shift=True)
+    batch = Batch(ids, torch.ones_like(ids), labels).with_positions(shift=True)
     teacher_batch, others = translation(teacher, prompts=False)(batch)
     theirs = TokenBytes(teacher).encode(text)
     assert teacher_batch.input_ids[0].tolist() == [*([teacher.bos_token_id] if starts else []), *theirs]
@@ -190,7 +190,7 @@ def test_an_answer_that_ends_within_a_character_is_compared_up_to_it():
     item = encoded("The cat", "on 🙂")
     whole = len(item.response_ids)
     cut = Encoded(item.prompt_ids, item.response_ids[: whole - 3])
-    batch = collate([cut], STUDENT.pad_token_id).with_label_rows(shift=True)
+    batch = collate([cut], STUDENT.pad_token_id).with_positions(shift=True)
     teacher_batch, others = translation(TEACHERS["byte-level"], pairs=[("The cat", "")])(batch)
     found = texts_of_spans(batch, teacher_batch, others, TEACHERS["byte-level"])
     assert b"".join(one for one, _ in found).strip() == b"on"
@@ -210,7 +210,7 @@ def test_what_the_teacher_cannot_read_is_not_compared():
 def test_the_first_token_that_the_teacher_reads_is_predicted_by_none():
     item, teacher = encoded("The cat", "sat on the mat"), TEACHERS["byte-level"]
     translate = Translation(STUDENT, teacher, prompts={sample_id(item.prompt_ids): []}, longest=100)
-    batch = collate([item], STUDENT.pad_token_id).with_label_rows(shift=True)
+    batch = collate([item], STUDENT.pad_token_id).with_positions(shift=True)
     teacher_batch, others = translate(batch)
     compared = b"".join(one for one, _ in texts_of_spans(batch, teacher_batch, others, teacher))
     first = TokenBytes(teacher).pieces[int(teacher_batch.input_ids[0, 0])]
@@ -229,7 +229,7 @@ def test_the_gradient_is_that_of_the_batch_however_it_is_divided(spans):
     student = tap_student(method, models["student"])
     said: list[str] = []
     teacher = TranslatedTeacher(tap_teacher(method, models["teacher"]), translation(teacher_tokens), said.append)
-    whole = collate(items, STUDENT.pad_token_id).with_label_rows(shift=True)
+    whole = collate(items, STUDENT.pad_token_id).with_positions(shift=True)
     divided = [
         collate_packed(items[:2], STUDENT.pad_token_id, max_length=200),
         collate(items[2:], STUDENT.pad_token_id),
@@ -239,7 +239,7 @@ def test_the_gradient_is_that_of_the_batch_however_it_is_divided(spans):
         models["student"].zero_grad()
         for batch in batches:
             with torch.no_grad():
-                targets = teacher.compute_targets(batch.with_label_rows(shift=True), lm_head=("labels",))
+                targets = teacher.compute_targets(batch.with_positions(shift=True), lm_head=("labels",))
             student.compute_losses(batch, method.bind_terms(targets, batch, whole.divisors())).total.backward()
         found.append([parameter.grad.clone() for parameter in models["student"].parameters()])
     for one, other in zip(*found, strict=True):
@@ -283,4 +283,4 @@ def test_a_window_may_begin_with_any_character(text):
 
 def collate_text(rows):
     ids = torch.tensor(rows)
-    return Batch(ids, torch.ones_like(ids), ids.clone()).with_label_rows(shift=True)
+    return Batch(ids, torch.ones_like(ids), ids.clone()).with_positions(shift=True)

@@ -160,7 +160,7 @@ def test_the_gradient_of_a_term_is_that_of_its_weighted_mean_alone() -> None:
     settings = {"makd": MakdConfig(matrix_layers="all", layer_layers="all", label=0.5)}
     method = build_method(["makd"], settings, teacher.config, student.config, Objective())
     ids = torch.randint(0, 30, (2, 6), generator=torch.Generator().manual_seed(0))
-    batch = Batch(ids, torch.ones_like(ids), ids).with_label_rows(shift=True)
+    batch = Batch(ids, torch.ones_like(ids), ids).with_positions(shift=True)
     teaching = TappedModel(teacher, Recorder(teacher, method.teacher_taps))
     learner = TappedModel(student, Recorder(student, method.student_taps))
 

@@ -23,7 +23,7 @@ def trace_of(name: str, **changes) -> StepTrace:
     entry = METHODS["kd"]
     method = entry.build(entry.settings(), config, config)
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
-    batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).with_label_rows(shift=method.shift)
+    batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).with_positions(shift=method.shift)
     models = ForecastModels(student=student, projectors=nn.ModuleDict(), teacher=teacher, method=method)
     return trace_step(models, batch.to("meta"), checkpointing=False)
 

@@ -92,7 +92,7 @@ def test_hidden_states_give_the_divergence_of_plain_torch(planned, made):
         with torch.no_grad():
             log_p, log_q = (each(ids).logits[0, :-1][learned].log_softmax(-1) for each in (teacher, student))
         total += float(functional.kl_div(log_q, log_p, reduction="sum", log_target=True))
-    found = losses(plan, cached(plan, made()), [batch])[0]["forward_kl"] * len(batch.label_rows)
+    found = losses(plan, cached(plan, made()), [batch])[0]["forward_kl"] * len(batch.label_positions)
     assert targets.weight.shape == (plan.models.teacher.vocab_size, 32)
     assert float(found) == pytest.approx(total, rel=1e-5)
 
@@ -208,7 +208,7 @@ def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, t
     assert len(loader.sequences) < 4 * 20, "the steps are of several epochs"
     found = [each for step in (0, 3) for each in loader.micro_batches(step)]
     found += data.validation(Share(seed=3, global_batch_size=4, micro_batch_size=4))
-    found = [batch.with_label_rows(shift=True) for batch in found]
+    found = [batch.with_positions(shift=True) for batch in found]
     assert_as_live(plan, cached(plan, folder), found)
 
 
