@@ -98,7 +98,10 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
     live_teacher: Teacher | None = None
     vocabulary = plan.models.vocabulary
     # The teacher itself, without a cache; compiling it would take longer than this one batch.
-    teacher_settings, train = replace(plan.config.teacher, cache=None), replace(plan.config.train, compile=False)
+    teacher_settings, train = (
+        replace(plan.config.teacher, cache=None),
+        replace(plan.config.train, compile=False, liger=False),
+    )
     plain = replace(plan, config=replace(plan.config, teacher=teacher_settings, train=train))
     if plain.source is not None:
         state = plain.source.check_there(plan)

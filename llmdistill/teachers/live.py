@@ -133,4 +133,5 @@ class LiveSource(ModelSource):
             forward=teacher.forward,
             vocabulary=plan.models.vocabulary,
             compiled=plan.compiles,
+            fused=plan.liger,
         )

@@ -37,6 +37,7 @@ from llmdistill.teachers.source import LoadedTeacher, TeacherContext
 from llmdistill.training.batches import LoaderParts, batch_source
 from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.training.callbacks.best import BestStudent
+from llmdistill.training.checks import check_liger
 from llmdistill.training.plan import Plan
 from llmdistill.training.trackers import check_access
 from llmdistill.training.trainer import Trainer
@@ -101,6 +102,8 @@ def check_machine(plan: Plan) -> None:
     on_main(lambda: check_access(plan.config.train.report_to or []))
     if plan.compiles:
         check_compilers(world.device)
+    if plan.config.train.liger is True:
+        check_liger(plan, world.device)
     if compiles_optimizer(plan.ds_config) and world.device.type == "cpu" and not has_compiler():
         raise UserError(
             f"{plan.config.ds_config}: DeepSpeed compiles this optimizer, but no C++ compiler was found: install one "
@@ -177,8 +180,6 @@ def make_trainer(
         embeddings = nearest_rotation(method, untrained, trained_by, data.teacher_examples())
     # The hooks come last, because they must wrap those of DeepSpeed.
     engine, projectors = make_engine(plan, student_folder, embeddings)
-    if plan.config.train.compile:
-        print_main("Compiling   the layers, once, in the first steps, which take a minute or more")
     return Trainer(
         engine=engine,
         student=tap_student(
@@ -188,6 +189,7 @@ def make_trainer(
             projectors=projectors,
             vocabulary=plan.models.vocabulary,
             compiled=plan.compiles,
+            fused=plan.liger,
         ),
         teacher=trained_by,
         method=method,

@@ -9,7 +9,9 @@ import torch
 
 from llmdistill.config.teacher import CacheConfig
 from llmdistill.errors import UserError
+from llmdistill.losses.fused.triton import available
 from llmdistill.models.forms import chosen_forms
+from llmdistill.step import liger
 from llmdistill.step.compile import check_compilers
 from llmdistill.students.sizes import build_planned
 from llmdistill.teachers.remote import vllm_number_obstacle
@@ -52,6 +54,27 @@ def compiles(plan: Plan, device: torch.device) -> bool:
     except UserError:
         return False
     return True
+
+
+def runs_liger(plan: Plan, device: torch.device) -> bool:
+    """Whether a run takes Liger's kernels for the models that they fit: if it is told to, or by itself if it can."""
+    chosen = plan.config.train.liger
+    if chosen != "auto":
+        return chosen
+    return available(device) and liger.is_installed() and not compiles(plan, device)
+
+
+def check_liger(plan: Plan, device: torch.device) -> None:
+    """Raise a UserError if Liger's kernels cannot run on a device, are missing, or do not fit the student of a run."""
+    if not available(device):
+        raise UserError("train.liger is true, but its kernels need a GPU, A100 or later: set it to auto or false")
+    if not liger.is_installed():
+        raise UserError("train.liger is true, but Liger is missing: pip install 'llmdistill[liger]'")
+    if not liger.fits(plan.models.student):
+        raise UserError(
+            f"train.liger is true, but it is for {', '.join(liger.MODEL_TYPES)} with SiLU, and the student is "
+            f"{plan.models.student.model_type}: set it to auto or false"
+        )
 
 
 def vllm_obstacle(plan: Plan) -> str | None:

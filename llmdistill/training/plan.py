@@ -30,7 +30,7 @@ from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Task
 from llmdistill.teachers.source import ResolvedTeacher, TeacherSource
 from llmdistill.teachers.sources import source_of
-from llmdistill.training.checks import check_plan, compiles
+from llmdistill.training.checks import check_plan, compiles, runs_liger
 from llmdistill.training.resolved import (
     LARGEST_STUDENT,
     Pending,
@@ -102,6 +102,11 @@ class Plan:
     def compiles(self) -> bool:
         """Whether the layers of its models are compiled on this machine."""
         return compiles(self, World.current().device)
+
+    @property
+    def liger(self) -> bool:
+        """Whether the layers of its models run Liger's kernels on this machine."""
+        return runs_liger(self, World.current().device)
 
     @property
     def runs_teacher(self) -> bool:

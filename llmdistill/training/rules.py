@@ -283,6 +283,7 @@ STUDENT_WITHOUT_CHECKPOINTING = Condition(
 TRAINING = Condition(typed="every method but `none`", of_config=lambda run: METHODS[run.method].trains)
 ZERO_3 = Condition(typed="ZeRO stage 3", of_plan=lambda plan: plan.zero_stage == 3)
 COMPILE = Condition(typed="`train.compile true`", of_config=lambda run: run.train.compile is True)
+LIGER = Condition(typed="`train.liger true`", of_config=lambda run: run.train.liger is True)
 CHECKPOINTING = Condition(
     typed="`train.activation_checkpointing true`",
     of_config=lambda run: run.train.activation_checkpointing,
@@ -452,6 +453,9 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
     (COMPILE, STUDENT_WITH_OWN_MASKS): _MASKS.format("train.compile", "student"),
     (COMPILE, ZERO_3): _GATHERS.format("ds_config: zero_optimization.stage 3"),
     (COMPILE, SHARDED_TEACHER): _GATHERS.format("{second}"),
+    (COMPILE, LIGER): (
+        "train.compile and train.liger are both true, but compiled layers cannot run Liger's kernels: set one to false"
+    ),
     (CHECKPOINTING, STUDENT_WITHOUT_CHECKPOINTING): (
         "train.activation_checkpointing is true, but transformers has none for {second}: set it to false, and take a "
         "smaller train.micro_batch_size"
