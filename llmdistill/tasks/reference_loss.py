@@ -31,8 +31,10 @@ _LOGITS = 2**27
 
 
 @contextmanager
-def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Batch], tuple[float, int]]]:
+def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Batch], tuple[Tensor, int]]]:
     """Yield a function that returns the sum of the cross-entropy in nats over a batch's labels, and their number.
+
+    The sum stays on the model's device, so that the host prepares the next batch while the device computes.
 
     Only the logits of some rows exist at a time, unless the architecture is an unknown one, which may change them after
     the last linear of the LM head. shift: each position predicts the next label (decoders).
@@ -41,7 +43,7 @@ def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Bat
     in_chunks = head.is_there and has_family(config)
 
     @torch.no_grad()
-    def loss_of(batch: Batch) -> tuple[float, int]:
+    def loss_of(batch: Batch) -> tuple[Tensor, int]:
         located = batch.with_positions(shift=shift).to(model.device)
         assert located.label_positions is not None
         inputs: dict[str, Any] = {"input_ids": located.input_ids, "attention_mask": located.attention_mask}
@@ -62,7 +64,7 @@ def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Bat
             outputs = model(**inputs)
         if not in_chunks:
             sum_losses(HeadInputs(outputs.logits.flatten(0, 1).index_select(0, located.label_positions), None, None))
-        return float(sums[0]), len(labels_N)
+        return sums[0].reshape(()), len(labels_N)
 
     try:
         yield loss_of
@@ -103,7 +105,8 @@ def score_references(
     with label_loss(model, shift=True) as loss_of:
         pairs = [loss_of(batch) for _, batch in progress(batches, "Perplexity of the references", "batches")]
     # fsum rounds once, so that the order of the batches leaves no trace.
-    sums = [math.fsum(loss for loss, _ in pairs), sum(number for _, number in pairs)]
+    losses = torch.stack([loss for loss, _ in pairs]).tolist() if pairs else []
+    sums = [math.fsum(losses), sum(number for _, number in pairs)]
     total, count = all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
     loss = total / count if count else math.nan
     if not math.isfinite(loss):

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -329,7 +331,7 @@ def score_masked(
     Raises:
         UserError: the text cannot be read or is too short.
     """
-    total, count = 0.0, 0
+    sums, count = list[Tensor](), 0
     with tempfile.TemporaryDirectory() as folder, label_loss(model, shift=False) as loss_of:
         reference = data if isinstance(data, str | Path) else write_rows(data, Path(folder))
         # Through the same store as training, so that masking and cutting are the same code; it lives as long as the
@@ -338,7 +340,7 @@ def score_masked(
         sequences = TextSequences(corpus, tokenizer, max_length=max_length, masking=Masking.of(tokenizer))
         for batch in validation_batches(sequences, limit=sys.maxsize, batch_size=batch_size):
             loss_sum, labels = loss_of(batch)
-            total += loss_sum
+            sums.append(loss_sum)
             count += labels
-    loss = total / count
+    loss = sum(torch.stack(sums).tolist()) / count
     return {"loss": loss, "perplexity": perplexity_of(loss), "tokens": count}

@@ -159,7 +159,8 @@ def score_windows(
     world = World.current()
     size = max(1, min(batch_size, _BATCH_TOKENS.get(world.device.type, 8192) // windows.window))
     parts = [range(start, min(start + size, windows.count)) for start in range(0, windows.count, size)]
-    sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # a row for each part; those of other ranks stay 0
+    # A row for each part; those of other ranks stay 0.
+    sums = torch.zeros(len(parts), 2, dtype=torch.float64, device=world.device)
     rounds = progress(
         range(0, len(parts), world.size), f"Perplexity on {name}", "windows" if size == 1 else "batches of windows"
     )
@@ -168,10 +169,10 @@ def score_windows(
             # A sharded model needs all ranks in each pass: a rank without a part of its own repeats the first one.
             number = first + world.rank
             part = parts[number if number < len(parts) else 0]
-            loss_and_count = loss_of(windows.collate(part))
+            loss_sum, count = loss_of(windows.collate(part))
             if number < len(parts):
-                sums[number] = torch.tensor(loss_and_count, dtype=torch.float64)
-    sums = all_reduce_sum(sums.to(world.device)).cpu()
+                sums[number, 0], sums[number, 1] = loss_sum, count
+    sums = all_reduce_sum(sums).cpu()
     # Summed in one order, and exactly, so that the ranks leave no trace in the last digits.
     tokens = int(sums[:, 1].sum())
     loss = math.fsum(sums[:, 0].tolist()) / tokens
