@@ -23,7 +23,8 @@ class GenerationConfig:
     no_repeat_ngram_size: int = field(default=6, metadata=at_least(0))
     """Let no n-gram of this length occur twice in an answer; 0 switches it off."""
     batch_size: int = field(default=32, metadata=at_least(1))
-    """Number of prompts in a generation batch on each rank. Sampled answers depend on it."""
+    """Number of prompts answered at once on each rank; one that waits takes the place of an answer that ends. On a GPU
+    more, up to 512, if half of its free memory holds them. Answers depend on it only by rounding."""
     limit: int | None = field(default=None, metadata=at_least(1))
     """Score only the first so many examples of each set, and windows of a text."""
     window: int | None = field(default=None, metadata=at_least(2))
@@ -54,12 +55,13 @@ class ResponseConfig:
     top_k: int = field(default=0, metadata=at_least(0))
     """Sample from the top_k most likely tokens; 0 keeps all tokens."""
     seed: int = field(default=0, metadata=at_least(0))
-    """Seed of the samples; the samples do not depend on the number of ranks."""
+    """Seed of the samples; these depend on the batches and on the number of ranks only by rounding."""
     no_repeat_ngram_size: int = field(default=0, metadata=at_least(0))
     """No n-gram of this length occurs twice in prompt and answer together; 0 switches this off."""
     batch_size: int | None = field(default=None, metadata=at_least(1))
-    """Number of prompts answered at once on each rank and saved together: an interrupted run loses at most these
-    answers. The samples depend on batch_size. Default: 32, or 1024 with vLLM."""
+    """Number of prompts answered at once on each rank and saved together: an interrupted run loses the answers of
+    batches that have not ended. On a GPU transformers answers more at once, up to 512, if half of its free memory holds
+    them. Default: 32, or 1024 with vLLM."""
     limit: int | None = field(default=None, metadata=at_least(1))
     """Answer only this number of prompts, from the first one on."""
     prompt: str | None = None
@@ -117,7 +119,8 @@ class WriteConfig:
     """Seed of the samples. Each row has random numbers of its own, so its tokens depend on the batch and on the number
     of ranks only where rounding does."""
     batch_size: int | None = field(default=None, metadata=FREE | at_least(1))
-    """Rows sampled at once on each rank; an interruption loses at most these. Default: 32, or 1024 with vLLM."""
+    """Rows sampled at once on each rank, on a GPU as many of them as half of its free memory holds; an interruption
+    loses at most these. Default: 32 on a CPU, 512 on a GPU, or 1024 with vLLM."""
     dtype: Literal["auto", "fp32", "bf16"] = field(default="auto", metadata=FREE)
     """Number format of the teacher; auto: bf16 on a GPU that supports it, else fp32."""
     engine: Literal["auto", "hf", "vllm"] = field(default="auto", metadata=FREE)

@@ -15,12 +15,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, NoRepeatNGramLogitsProcessor, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from llmdistill.config import WritingConfig
 from llmdistill.data.collate import pad_rows, padding_mask
 from llmdistill.data.targets import Marks
 from llmdistill.generation.decode import gather_answers, plan_batches, shared_jobs
+from llmdistill.generation.refill import NoRepeatedNgram
 from llmdistill.models.families import first_position
 from llmdistill.models.general import cache_argument
 from llmdistill.progress import progress
@@ -76,7 +77,7 @@ def search(
     for length in range(1, settings.max_length + 1):
         log_probs_NV = step(parents_N, None if parents_N is None else tokens_NT[:, -1])
         if settings.no_repeat_ngram_size > 0:
-            log_probs_NV = NoRepeatNGramLogitsProcessor(settings.no_repeat_ngram_size)(tokens_NT, log_probs_NV)
+            log_probs_NV = NoRepeatedNgram(settings.no_repeat_ngram_size)(tokens_NT, log_probs_NV)
         log_probs_NV = log_probs_NV.masked_fill(forbidden, -torch.inf)
         if length <= settings.min_length:
             log_probs_NV[:, end] = -torch.inf

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,8 +16,16 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.data.prompts import answer_ends
 from llmdistill.errors import UserError
+from llmdistill.generation.refill import (
+    NoRepeatedNgram,
+    Refill,
+    TokenCount,
+    bytes_of_token,
+    pad_left,
+    rows_by_memory,
+)
 from llmdistill.generation.response_rows import final_answers
-from llmdistill.progress import Activity
+from llmdistill.generation.row_noise import RowNoise, RowSamples
 from llmdistill.runtime.distributed import World, gather_objects
 
 Key = TypeVar("Key")
@@ -35,7 +44,7 @@ class Decoding:
     top_k: int = 0
     no_repeat_ngram_size: int = 0
     batch_size: int = 32
-    """Prompts generated at once on each rank."""
+    """Prompts answered at once on each rank; on a GPU `rows_by_memory` may choose more."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -56,43 +65,20 @@ class GenerationResult:
 
 
 class Engine(Protocol):
-    """Generates the answers to a batch of prompts."""
+    """Generates the answers to prompts."""
 
-    def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        """Return the new tokens of each prompt up to and including its end token, if the answer has one.
+    def answer(
+        self, prompt_ids: Sequence[list[int]], seeds: Sequence[int], batch_size: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield the index and the new tokens of each prompt, in any order; at most batch_size at once on a CPU.
 
-        seeds has one random state per prompt; an engine with one random stream for the whole batch uses the first.
+        The tokens go up to and including the end token, if the answer has one. seeds has a random state per prompt, so
+        that the answers depend on each other only by rounding.
         """
 
 
-class TokenCount(Activity, transformers.StoppingCriteria):
-    """Shows the generation while a batch runs, which may take minutes: transformers asks it after each token.
-
-    What is left is not known before the answers end, so the bar has the tokens that there are at most.
-    """
-
-    def __init__(self, most: int) -> None:
-        super().__init__("Answering", most, "tokens at most")
-        self._of_batch, self._ranks = 0, World.current().size
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **_: Any) -> torch.Tensor:
-        """Count a token of each row, and stop none."""
-        self._of_batch += len(input_ids)
-        self._count(len(input_ids))
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    def end_batch(self, most: int) -> None:
-        """Count what the answers of a batch, of at most so many tokens, did not need."""
-        self._count(most - self._of_batch)
-        self._of_batch = 0
-
-    def _count(self, tokens: int) -> None:
-        # Rank 0 alone shows the progress, and the others are about as fast.
-        self.advance(min(tokens * self._ranks, cast(int, self.total) - self._done))
-
-
 class HuggingFaceEngine:
-    """Generates answers with transformers' generate, the whole batch at once."""
+    """Generates answers with transformers' generate."""
 
     count: TokenCount | None = None
     """Counts the tokens while they are generated, where somebody waits for them."""
@@ -106,10 +92,8 @@ class HuggingFaceEngine:
         synced: bool = False,
     ) -> None:
         """Decode with a loaded model; synced: the model is sharded (ZeRO-3), so all ranks must call answer together."""
-        self._model, self._synced = model, synced
-        pad, sampling = tokenizer.pad_token_id, dict[str, Any]()
-        if settings.sample:
-            sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
+        self._model, self._settings, self._synced = model, settings, synced
+        pad = tokenizer.pad_token_id
         self._arguments = transformers.GenerationConfig(
             max_new_tokens=settings.max_new_tokens,
             num_beams=1,
@@ -117,18 +101,32 @@ class HuggingFaceEngine:
             eos_token_id=answer_ends(tokenizer, model.generation_config),
             pad_token_id=tokenizer.eos_token_id if pad is None else pad,  # padding is masked, so any token will do
             use_cache=True,
-            do_sample=settings.sample,
-            **sampling,
+            do_sample=False,  # with noise on the logits, the most likely token is a sample
         )
 
-    def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        """See Engine. The global random state, the model's mode and its generation settings are restored."""
-        device = self._model.device
-        # By default fork_rng saves the states of all GPUs, also those of other ranks.
-        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with inference(self._model, self._arguments), forked:
-            torch.manual_seed(seeds[0])
-            return new_tokens(self._model, prompt_ids, self._arguments, synced=self._synced, count=self.count)
+    def answer(
+        self, prompt_ids: Sequence[list[int]], seeds: Sequence[int], batch_size: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """See Engine. The model's mode and its generation settings are restored when the last answer was taken."""
+        settings, noise = self._settings, None
+        if settings.sample:
+            noise = RowSamples(
+                seeds,
+                self._model.device,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+            )
+        with inference(self._model, self._arguments):
+            yield from new_tokens(
+                self._model,
+                prompt_ids,
+                self._arguments,
+                at_once=batch_size,
+                synced=self._synced,
+                noise=noise,
+                count=self.count,
+            )
 
 
 def generate_passes(
@@ -142,9 +140,9 @@ def generate_passes(
 ) -> list[GenerationResult]:
     """Generate answers to prompts given as tokens, once with each seed; every rank must call this function.
 
-    The prompts are divided into batches before the batches of all passes are distributed over the ranks, and each batch
-    has its own random stream from (seed, batch). Therefore one rank and several ranks generate the same texts, and one
-    pass and several. synced: as for `HuggingFaceEngine`, which restores what it changes.
+    The ranks share batches of prompts of similar length, and each prompt has its own random stream from (seed, prompt).
+    Therefore one rank and several ranks generate the same texts within rounding, and one pass and several.
+    synced: as for `HuggingFaceEngine`, which restores what it changes.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
@@ -160,13 +158,20 @@ def generate_passes(
     # By pass and index, because the ranks take the batches of all passes in turn.
     answers: dict[tuple[int, int], list[int]] = {}
     engine.count = count = TokenCount(len(seeds) * len(prompt_ids) * settings.max_new_tokens)
+    jobs = [
+        ([(job // len(batches), index) for index in batches[job % len(batches)]], is_extra)
+        for job, is_extra in shared_jobs(len(seeds) * len(batches), synced=synced)
+    ]
+    if not synced:
+        # Rows of all batches take each other's places. A sharded model needs all ranks in each batch.
+        jobs = [([place for places, _ in jobs for place in places], False)]
     with count:
-        for job, is_extra in shared_jobs(len(seeds) * len(batches), synced=synced):
-            pass_number, number = divmod(job, len(batches))
-            rows = answer_batch(engine, prompt_ids, batches, number, seeds[pass_number])
-            count.end_batch(len(rows) * settings.max_new_tokens)
+        for places, is_extra in jobs:
+            states = [row_seed(seeds[pass_number], index) for pass_number, index in places]
+            rows = engine.answer([prompt_ids[index] for _, index in places], states, settings.batch_size)
+            done = {places[row]: ids for row, ids in rows}
             if not is_extra:
-                answers.update({(pass_number, index): row for index, row in rows.items()})
+                answers.update(done)
     if model.device.type == "cuda":  # kernels run asynchronously, and the seconds should include all of them
         torch.cuda.synchronize(model.device)
     gathered, seconds = gather_answers(answers, time.perf_counter() - started)
@@ -200,15 +205,24 @@ def plan_batches(prompt_ids: Sequence[Sequence[int]], batch_size: int) -> list[l
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-def answer_batch(
-    engine: Engine, prompt_ids: Sequence[list[int]], batches: list[list[int]], number: int, seed: int
-) -> dict[int, list[int]]:
-    """Generate one batch as {index of the prompt: token ids}; its random states depend only on (seed, number)."""
-    batch = batches[number]
-    # Shifted to 63 bits below, because a seed has to fit into int64.
-    states = np.random.SeedSequence((seed, number)).generate_state(len(batch), np.uint64)
-    rows = engine.answer([prompt_ids[index] for index in batch], [int(state >> np.uint64(1)) for state in states])
-    return dict(zip(batch, rows, strict=True))
+def row_seed(seed: int, index: int) -> int:
+    """Return the random state of a prompt; it fits into 63 bits, because a seed has to fit into int64."""
+    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def answer_batches(
+    engine: Engine, prompt_ids: Sequence[list[int]], batches: list[list[int]], numbers: Sequence[int], seed: int
+) -> Iterator[tuple[int, dict[int, list[int]]]]:
+    """Yield some batches as (number, {index of the prompt: token ids}), each when its last answer ends."""
+    places = [(number, index) for number in numbers for index in batches[number]]
+    done: dict[int, dict[int, list[int]]] = {number: {} for number in numbers}
+    states = [row_seed(seed, index) for _, index in places]
+    largest = max(map(len, batches))  # only the last batch may be smaller
+    for row, ids in engine.answer([prompt_ids[index] for _, index in places], states, largest):
+        number, index = places[row]
+        done[number][index] = ids
+        if len(done[number]) == len(batches[number]):
+            yield number, done.pop(number)
 
 
 def check_context(config: PreTrainedConfig, max_length: int) -> None:
@@ -238,33 +252,49 @@ def new_tokens(
     prompt_ids: Sequence[list[int]],
     arguments: transformers.GenerationConfig,
     *,
+    at_once: int,
     synced: bool,
-    noise: transformers.LogitsProcessor | None = None,
+    noise: RowNoise | None = None,
     count: TokenCount | None = None,
-) -> list[list[int]]:
-    """Return the new tokens of each prompt up to and including its end token, if the answer has one.
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield the index and the new tokens of each prompt, up to and including its end token, if the answer has one.
 
-    arguments: with the tokens that end an answer as the list `eos_token_id`.
+    arguments: greedy, with the tokens that end an answer as the list `eos_token_id`.
+    at_once: rows in a batch; on a GPU `rows_by_memory` may choose more.
     noise: is added to the logits of each next token before the largest is taken.
     count: counts the tokens while they are generated.
     """
-    width = max(map(len, prompt_ids))
+    if not prompt_ids:  # of a rank without a share
+        return
+    ngram, repeats = arguments.no_repeat_ngram_size, list[transformers.LogitsProcessor]()
+    if ngram:
+        arguments = copy.deepcopy(arguments)
+        arguments.no_repeat_ngram_size, repeats = 0, [NoRepeatedNgram(ngram)]
+    size = None if synced else bytes_of_token(model)
+    if size is not None:
+        longest = max(map(len, prompt_ids)) + cast(int, arguments.max_new_tokens)
+        at_once = max(at_once, rows_by_memory(model, size * longest))
+        yield from Refill(model, arguments, repeats, noise, count).answer(prompt_ids, at_once)
+        return
     # Padding on the left, so that the new tokens of all rows begin at the same place.
-    input_ids = torch.tensor([[arguments.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
-    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])
-    sequences = model.generate(  # type: ignore[operator]  # a mixin types it as Tensor | Module
-        input_ids=input_ids.to(model.device),
-        attention_mask=attention_mask.to(model.device),
-        generation_config=arguments,
-        synced_gpus=synced,  # ranks whose answers are done go on with the others, which gather weights from them
-        logits_processor=transformers.LogitsProcessorList([] if noise is None else [noise]),
-        stopping_criteria=transformers.StoppingCriteriaList([] if count is None else [count]),
-    )
-    answers = []
-    for row in sequences[:, width:].tolist():
-        end = next((place for place, token in enumerate(row, start=1) if token in arguments.eos_token_id), len(row))
-        answers.append(row[:end])
-    return answers
+    for batch in plan_batches(prompt_ids, len(prompt_ids) if synced else at_once):
+        rows = [prompt_ids[index] for index in batch]
+        tokens_BT, mask_BT = pad_left(rows, cast(int, arguments.pad_token_id), model.device)
+        if noise is not None:
+            noise.take(batch)
+        sequences = model.generate(  # type: ignore[operator]  # a mixin types it as Tensor | Module
+            input_ids=tokens_BT,
+            attention_mask=mask_BT,
+            generation_config=arguments,
+            synced_gpus=synced,  # ranks whose answers are done go on with the others, which gather weights from them
+            logits_processor=transformers.LogitsProcessorList([*repeats, *([] if noise is None else [noise])]),
+            stopping_criteria=transformers.StoppingCriteriaList([] if count is None else [count]),
+        )
+        for index, row in zip(batch, sequences[:, tokens_BT.shape[1] :].tolist(), strict=True):
+            end = next((place for place, token in enumerate(row, start=1) if token in arguments.eos_token_id), len(row))
+            yield index, row[:end]
+            if count is not None:
+                count.skip(cast(int, arguments.max_new_tokens) - len(row))
 
 
 def gather_answers(answers: dict[Key, list[int]], seconds: float) -> tuple[dict[Key, list[int]], float]:

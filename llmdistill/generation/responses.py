@@ -24,7 +24,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_json, write_text
 from llmdistill.fingerprints import content_fingerprint, file_sha256, fingerprint
 from llmdistill.generation import decode, response_file
-from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, answer_batch
+from llmdistill.generation.decode import Decoding, Engine, HuggingFaceEngine, answer_batches
 from llmdistill.generation.response_file import parts_folder, provenance_file
 from llmdistill.generation.response_rows import (
     answered_row,
@@ -181,8 +181,8 @@ def _answer(job: _Job, left: list[int]) -> None:
     answered = sum(len(batch) for batch in job.batches) - sum(len(job.batches[number]) for number in left)
     # Rank 0 alone shows the progress, so it counts the prompts of all ranks, assuming that they are about as fast.
     with Activity("Answering", len(job.prompts.ids), "prompts", done=answered) as activity:
-        for round_number, number in enumerate(share):
-            rows = answer_batch(engine, job.prompts.ids, job.batches, number, settings.seed)
+        each = answer_batches(engine, job.prompts.ids, job.batches, share, settings.seed)
+        for round_number, (number, rows) in enumerate(each):
             response_file.append_batch(job.output, World.current().rank, number, rows)
             together = left[round_number * World.current().size : (round_number + 1) * World.current().size]
             activity.advance(sum(len(job.batches[other]) for other in together))

@@ -15,7 +15,7 @@ from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.random_streams import ANSWER, STEP_KIND
 from llmdistill.data.sampler import StepLoader
 from llmdistill.generation.decode import inference, new_tokens
-from llmdistill.generation.row_sampling import RowNoise
+from llmdistill.generation.row_noise import RowNoise
 
 
 class Prompt(NamedTuple):
@@ -91,7 +91,7 @@ class OnPolicyLoader:
 
 @dataclass(frozen=True)
 class StudentWriter:
-    """The student itself, by transformers' generate."""
+    """The student itself, by transformers' generate: a micro batch at once, on a GPU more if its memory holds them."""
 
     model: PreTrainedModel
     """The student that is trained."""
@@ -103,10 +103,14 @@ class StudentWriter:
 
     def write(self, step: int, micro_batches: Sequence[Sequence[Prompt]]) -> list[list[WrittenAnswer]]:
         """See Writer."""
-        return [self._generate(prompts) for prompts in micro_batches]
+        sizes = [len(prompts) for prompts in micro_batches]
+        # The rows of all micro batches take each other's places. ZeRO-3 needs all ranks in each batch.
+        groups = micro_batches if self.synced else [[prompt for prompts in micro_batches for prompt in prompts]]
+        written = iter([answer for prompts in groups for answer in self._generate(prompts, max(sizes))])
+        return [[next(written) for _ in range(size)] for size in sizes]
 
     @torch.no_grad()
-    def _generate(self, prompts: Sequence[Prompt]) -> list[WrittenAnswer]:
+    def _generate(self, prompts: Sequence[Prompt], at_once: int) -> list[WrittenAnswer]:
         model = self.model
         settings = GenerationConfig(
             max_new_tokens=self.max_new_tokens,
@@ -115,6 +119,7 @@ class StudentWriter:
             pad_token_id=self.pad_token_id,
         )
         noise = RowNoise([prompt.seed for prompt in prompts], model.device)
+        ids = [prompt.ids for prompt in prompts]
         with inference(model, settings):
-            rows = new_tokens(model, [prompt.ids for prompt in prompts], settings, synced=self.synced, noise=noise)
-        return [WrittenAnswer(row, []) for row in rows]
+            rows = dict(new_tokens(model, ids, settings, at_once=at_once, synced=self.synced, noise=noise))
+        return [WrittenAnswer(rows[row], []) for row in range(len(prompts))]

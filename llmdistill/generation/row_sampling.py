@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llmdistill.generation.decode import Decoding, inference, new_tokens
+from llmdistill.generation.row_noise import RowSamples
 from llmdistill.generation.vllm_engine import VllmEngine
 
 
@@ -55,33 +56,16 @@ class HuggingFaceRows:
             pad_token_id=self.pad_token_id,
         )
         sampling = _Sampling(seeds, self.model.device, decoding, list(ends), self.written)
+        # On a GPU by its memory.
+        at_once = len(prompt_ids) if self.model.device.type == "cpu" else 1
         with inference(self.model, arguments):
-            rows = new_tokens(self.model, prompt_ids, arguments, synced=False, noise=sampling)
-        return [Sample(ids, nats) for ids, nats in zip(rows, sampling.nats_B.tolist(), strict=True)]
+            rows = new_tokens(self.model, prompt_ids, arguments, at_once=at_once, synced=False, noise=sampling)
+            answers = dict(rows)
+        return [Sample(answers[row], nats) for row, nats in enumerate(sampling.nats_B.tolist())]
 
 
-class RowNoise(transformers.LogitsProcessor):
-    """Adds Gumbel noise to the logits: the argmax of logits + noise is a sample of the softmax at temperature 1.
-
-    Each row has its own random stream, so its sample does not depend on the other rows of the batch.
-    """
-
-    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
-        self._streams = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the logits of the next token, (B, V), with noise added."""
-        uniform_BV = torch.stack(
-            [torch.rand(scores.shape[-1], generator=stream, device=scores.device) for stream in self._streams]
-        )
-        # torch.rand may return 0, whose logarithm is -inf; both logarithms need an argument over 0.
-        tiny = torch.finfo(torch.float32).tiny
-        # Gumbel noise is -log(-log u).
-        return scores.float() - (-uniform_BV.clamp_min(tiny).log()).clamp_min(tiny).log()
-
-
-class _Sampling(transformers.LogitsProcessor):
-    """Gives logits whose largest is a sample at a temperature and top-p, and adds up the samples' log-probabilities."""
+class _Sampling(RowSamples):
+    """Samples at a temperature and top-p, and adds up the samples' log-probabilities."""
 
     def __init__(
         self,
@@ -91,39 +75,22 @@ class _Sampling(transformers.LogitsProcessor):
         ends: list[int],
         written: Callable[[int], None],
     ) -> None:
-        self._noise, self._decoding, self._written = RowNoise(seeds, device), decoding, written
-        self._ends = torch.tensor(ends, device=device)
+        super().__init__(seeds, device, temperature=decoding.temperature, top_p=decoding.top_p)
+        self._written, self._ends = written, torch.tensor(ends, device=device)
         self._going_B = torch.ones(len(seeds), dtype=torch.bool, device=device)
         self.nats_B = torch.zeros(len(seeds), device=device)
+        """Of all rows, also those that are not in the batch."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the logits of the next token, (B, V), cut to top-p and with noise added."""
-        log_probs_BV = scores.float().log_softmax(-1)
-        noisy_BV = self._noise(input_ids, cut_to_top_p(log_probs_BV / self._decoding.temperature, self._decoding.top_p))
-        chosen_B = noisy_BV.argmax(-1)
-        nats_B = -log_probs_BV.gather(-1, chosen_B[:, None])[:, 0]
-        self.nats_B += torch.where(self._going_B, nats_B, 0)
-        self._written(int(self._going_B.sum()))
-        self._going_B &= ~torch.isin(chosen_B, self._ends)
+        rows_B = torch.tensor(self._rows, device=scores.device)
+        noisy_BV = super().__call__(input_ids, scores)
+        chosen_B, going_B = noisy_BV.argmax(-1), self._going_B[rows_B]
+        nats_B = -scores.float().log_softmax(-1).gather(-1, chosen_B[:, None])[:, 0]
+        self.nats_B[rows_B] += torch.where(going_B, nats_B, 0)
+        self._written(int(going_B.sum()))
+        self._going_B[rows_B] = going_B & ~torch.isin(chosen_B, self._ends)
         return noisy_BV
-
-
-def cut_to_top_p(logits_BV: Tensor, top_p: float, most: int = 1024) -> Tensor:
-    """Return logits with -inf but for the smallest set of tokens whose total probability is at least top_p.
-
-    Only the `most` likely tokens are sorted where they are enough.
-    """
-    if top_p >= 1:
-        return logits_BV
-    probs_BV = logits_BV.softmax(-1)
-    most = min(most, logits_BV.shape[-1])
-    top_BK, tokens_BK = probs_BV.topk(most)
-    if bool((top_BK.sum(-1) < top_p).any()):
-        top_BK, tokens_BK = probs_BV.sort(descending=True)
-    # A token stays if those before it are less than top_p, so that the first one always does.
-    stays_BK = top_BK.cumsum(-1) - top_BK < top_p
-    kept_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(-1, tokens_BK, stays_BK)
-    return logits_BV.masked_fill(~kept_BV, -torch.inf)
 
 
 @dataclass(frozen=True)

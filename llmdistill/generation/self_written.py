@@ -54,7 +54,7 @@ ROWS = 1_000
 """The default number of rows."""
 TEXT_TOKENS = 512
 """The default limit of a text."""
-_BATCH_SIZES = {"hf": 32, "vllm": 1024}
+_BATCH_SIZES = {"cpu": 32, "cuda": 512, "vllm": 1024}
 _NOISE = 0.85
 """A model whose samples have this share of the nats of uniform ones writes noise. SmolLM2-135M has 0.2 in chats, the
 embedded teacher 0.3, and a random model 1.0."""
@@ -336,7 +336,11 @@ def _prepare(model: str, output: Path, settings: WriteConfig, kind: DataKind | L
         settings=settings,
         engine=engine,
         dtype=choose_dtype(settings.dtype, world.device),
-        batch_size=_BATCH_SIZES[engine] if settings.batch_size is None else settings.batch_size,
+        batch_size=(
+            _BATCH_SIZES["vllm" if engine == "vllm" else world.device.type]
+            if settings.batch_size is None
+            else settings.batch_size
+        ),
         keeps_unfinished=(settings.unfinished or ("drop" if kind == "instructions" else "keep")) == "keep",
         tokenizer=tokenizer,
         vocabulary=load_config(folder).vocab_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,16 +91,21 @@ class VllmEngine:
         other._ends, other._settings = list(ends), settings
         return other
 
-    def answer(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        """See Engine; each prompt has its own random stream."""
-        return [list(output.token_ids) for output in self._generate(prompt_ids, seeds)]
+    def answer(
+        self, prompt_ids: Sequence[list[int]], seeds: Sequence[int], batch_size: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """See Engine; the prompts are given to vLLM batch by batch, in their order."""
+        for start in range(0, len(prompt_ids), batch_size):
+            part = slice(start, start + batch_size)
+            for row, output in enumerate(self._generate(prompt_ids[part], seeds[part]), start=start):
+                yield row, list(output.token_ids)
 
     def sample(self, prompt_ids: list[list[int]], seeds: list[int]) -> list[tuple[list[int], float]]:
         """Return the same with the sum of the tokens' negative log-probabilities, which vLLM gives at temperature 1."""
         outputs = self._generate(prompt_ids, seeds, logprobs=0)
         return [(list(output.token_ids), -float(output.cumulative_logprob)) for output in outputs]
 
-    def _generate(self, prompt_ids: list[list[int]], seeds: list[int], **more: int) -> list[Any]:
+    def _generate(self, prompt_ids: Sequence[list[int]], seeds: Sequence[int], **more: int) -> list[Any]:
         import vllm
 
         settings = self._settings

@@ -6,9 +6,10 @@
 
 A GPU waits for the host as long as this takes. A time is the median of rounds in which all rows take turns in this
 process, against the plain work that each row cannot do without: a forward and a backward pass of transformers' model
-for the calibration and the costs of cuts, one of the two forward passes of the held-out check, and for a step of
-training the passes of teacher and student and the optimizer. Operations are those that torch dispatches and that make a
-tensor of their own, no views; unlike milliseconds they are the same on every machine.
+for the calibration and the costs of cuts, one of the two forward passes of the held-out check, for a step of training
+the passes of teacher and student and the optimizer, for scoring a forward pass, and for answers transformers' generate,
+batch by batch, with the same samples. Operations are those that torch dispatches and that make a tensor of their own,
+no views; unlike milliseconds they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -23,22 +24,30 @@ import torch
 from benching import Line, Settings, Table, bench_parser, parse, run, wait
 from step_rows import Setting
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
+from llmdistill.generation.decode import inference, new_tokens
+from llmdistill.generation.refill import pad_left
+from llmdistill.generation.row_noise import RowNoise
 from llmdistill.students.counting import layer_linears
 from llmdistill.students.start import sampled
 from llmdistill.students.start.cuts import divergences, predict_losses
 from llmdistill.students.start.moments import measure_moments
 from llmdistill.students.start.sampled import Sampling, watch_reads
 from llmdistill.students.start.weighted import WeightedFactors, weighted_svd
+from llmdistill.tasks.reference_loss import label_loss
 
 WIDTH, VOCABULARY, ROWS, TOKENS = 16, 64, 2, 8
 BATCHES = 4
 """Of a call, so that what happens once in a calibration counts little."""
 RANK = 4
 """Of the factorized student, and of the cuts."""
+
+
+PROMPTS, AT_ONCE, NEW = 32, 8, 32
+"""Prompts to answer, the rows of a batch, and the tokens of an answer at most: a quarter of them on average."""
 
 
 class Operations(TorchDispatchMode):
@@ -105,10 +114,33 @@ def make_rows(layers: int, device: torch.device) -> dict[str, Row]:
         setting = Setting(teacher, llama(RANK).train(), on_device, on_device, None)
         return step_rows.floor(setting, {}) if way == "plain" else step_rows.ours(setting, {"task": task})
 
+    answering = GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, eos_token_id=list(range(VOCABULARY // 8)), pad_token_id=0
+    )
+    prompts = torch.randint(VOCABULARY, (PROMPTS, TOKENS)).tolist()
+
+    def generate() -> None:
+        with inference(teacher, answering):
+            for start in range(0, PROMPTS, AT_ONCE):
+                input_ids, attention_mask = pad_left(prompts[start : start + AT_ONCE], 0, device)
+                noise = RowNoise(range(start, start + AT_ONCE), device)
+                given = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": answering}
+                teacher.generate(**given, logits_processor=LogitsProcessorList([noise]))
+
+    def answers() -> None:
+        noise = RowNoise(range(PROMPTS), device)
+        with inference(teacher, answering):
+            list(new_tokens(teacher, prompts, answering, at_once=AT_ONCE, synced=False, noise=noise))
+
+    def scoring() -> None:
+        with label_loss(teacher, shift=True) as loss_of:
+            sum(loss_of(each)[0] for each in batches)
+
     return {
         "plain forward pass": Row(forward),
         "plain forward and backward pass": Row(forward_and_backward),
         "plain step": Row(step("plain", "kd")),
+        "plain generate": Row(generate),
         "calibration": Row(
             lambda: measure_moments(teacher, names, batches, sampling), "plain forward and backward pass", 1.5
         ),
@@ -116,6 +148,8 @@ def make_rows(layers: int, device: torch.device) -> dict[str, Row]:
             lambda: predict_losses(teacher, factors, batches, sampling), "plain forward and backward pass", 1.5
         ),
         "held-out check of a cut": Row(lambda: divergences(teacher, {"cut": cut}, batches), "plain forward pass", 3.0),
+        "scoring": Row(scoring, "plain forward pass", 1.5),
+        "answers": Row(answers, "plain generate", 1.0),
         "KD step": Row(step("ours", "kd"), "plain step", 1.25),
         "MaKD step": Row(step("ours", "makd"), "plain step", 1.25),
     }

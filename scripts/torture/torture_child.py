@@ -37,7 +37,7 @@ MARKS = {
     "saving": "llmdistill.training.checkpoints:save_file",
     "student": "llmdistill.training.assemble:save_student",
     "scoring": "llmdistill.training.job:load_model",
-    "generating": "llmdistill.generation.responses:answer_batch",
+    "generating": "llmdistill.generation.response_file:append_batch",
     "comparing": "llmdistill.studies.launcher:_start",
     "exporting": "llmdistill.serving.dense:merge",
 }

@@ -196,6 +196,8 @@ def test_operations_are_counted_without_views_and_a_calibration_adds_few():
     assert counts["costs of cuts"] < 2 * counts["plain forward and backward pass"]
     assert counts["held-out check of a cut"] < 3 * counts["plain forward pass"]
     assert counts["KD step"] < 1.25 * counts["plain step"]
+    assert counts["scoring"] < 1.5 * counts["plain forward pass"]
+    assert counts["answers"] < counts["plain generate"]
 
 
 def test_growth_is_the_ratio_of_the_rounds_over_that_of_the_products():

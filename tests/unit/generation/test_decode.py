@@ -89,7 +89,7 @@ def test_temperature_top_k_and_top_p_cut_the_distribution(model, tokenizer, sett
     expected /= expected.sum()
     engine = HuggingFaceEngine(model, tokenizer, Decoding(sample=True, max_length=257, **settings))
     drawn = torch.zeros(VOCABULARY)
-    for (token,) in engine.answer([ids] * count, [7]):
+    for _, (token,) in engine.answer([ids] * count, range(count), count):
         drawn[token] += 1 / count
     assert (drawn - expected).abs().sum() / 2 < 0.08
     assert drawn[expected == 0].sum() == 0
@@ -127,13 +127,13 @@ def test_every_job_is_one_rank_s_and_shares_differ_by_one(count, ranks):
 def test_an_answer_stops_at_the_end_tokens_of_the_model(model, tokenizer, kind, counts):
     """As GLM-4 has them in its generation_config.json; an architecture's default in a config.json is none of them."""
     ids = encode_prompts([Example("", "", (), raw_prompt="a")], tokenizer, Limits()).ids
-    [row] = HuggingFaceEngine(model, tokenizer, GREEDY).answer(ids, [0])
+    [(_, row)] = HuggingFaceEngine(model, tokenizer, GREEDY).answer(ids, [0], 1)
     place = next(place for place in range(2, len(row)) if row[place] not in row[:place])
     if kind == "default":
         model.generation_config.eos_token_id = row[place]
     else:
         model.generation_config = GenerationConfig(eos_token_id=[row[place], 97] if kind is list else row[place])
-    [found] = HuggingFaceEngine(model, tokenizer, GREEDY).answer(ids, [0])
+    [(_, found)] = HuggingFaceEngine(model, tokenizer, GREEDY).answer(ids, [0], 1)
     assert found == (row[: place + 1] if counts else row)
     [result] = answers_to(model, tokenizer, ["a"], GREEDY)
     assert (result.texts[0] == tokenizer.decode(row[:place]).strip()) == counts
@@ -141,7 +141,7 @@ def test_an_answer_stops_at_the_end_tokens_of_the_model(model, tokenizer, kind, 
 
 def test_an_answer_stops_at_the_end_of_a_turn(model, tokenizer):
     ids = encode_prompts([Example("", "", (), raw_prompt="a")], tokenizer, Limits()).ids
-    [row] = HuggingFaceEngine(model, tokenizer, GREEDY).answer(ids, [0])
+    [(_, row)] = HuggingFaceEngine(model, tokenizer, GREEDY).answer(ids, [0], 1)
     place = next(place for place in range(2, len(row)) if row[place] not in row[:place])
     symbol = tokenizer.convert_ids_to_tokens(row[place])
     # As in Gemma, another token than the end token ends the turns of the template.

@@ -61,19 +61,20 @@ def generate(teacher, data, tmp_path):
 
 
 def batches_begun(generate, monkeypatch, *, batches=99):
-    """Generate, and die when so many batches are done; returns the numbers of those begun."""
-    real, begun = responses.answer_batch, []
+    """Generate, and die when so many batches are done; returns the numbers of those that are done."""
+    real, done = responses.answer_batches, []
 
-    def answer_batch(engine, prompt_ids, plan, number, seed):
-        if len(begun) == batches:
-            raise KeyboardInterrupt
-        begun.append(number)
-        return real(engine, prompt_ids, plan, number, seed)
+    def answer_batches(*arguments):
+        for number, rows in real(*arguments):
+            if len(done) == batches:
+                raise KeyboardInterrupt
+            done.append(number)
+            yield number, rows
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(responses, "answer_batch", answer_batch)
+        patch.setattr(responses, "answer_batches", answer_batches)
         generate()
-    return begun
+    return done
 
 
 def test_rows_are_the_teachers_greedy_answers_and_the_record_counts_them(teacher, data, tmp_path):
@@ -124,18 +125,16 @@ def test_a_student_learns_the_tokens_that_a_reasoning_teacher_wrote(reasoning, t
     chat = [*chat, {"role": "user", "content": question}]
     data = write_rows(tmp_path / "data.jsonl", [{"instruction": question, "input": ""}, {"messages": chat}])
     thought, written = tokenizer("<think>\nHm.\n</think>\n\n", add_special_tokens=False)["input_ids"], {}
-    real = responses.answer_batch
+    real = responses.answer_batches
 
-    def reasoned(engine, prompt_ids, plan, number, seed):
-        for index, ids in real(engine, prompt_ids, plan, number, seed).items():
-            written[index] = [
-                *thought,
-                *(each for each in ids if each != tokenizer.eos_token_id),
-                tokenizer.eos_token_id,
-            ]
-        return written
+    def reasoned(*arguments):
+        for number, rows in real(*arguments):
+            for index, ids in rows.items():
+                words = [each for each in ids if each != tokenizer.eos_token_id]
+                written[index] = [*thought, *words, tokenizer.eos_token_id]
+            yield number, {index: written[index] for index in rows}
 
-    monkeypatch.setattr(responses, "answer_batch", reasoned)
+    monkeypatch.setattr(responses, "answer_batches", reasoned)
     limits = {"max_prompt_length": 180, "max_length": 190}
     settings = ResponseConfig(decoding="greedy", engine="hf", prompt="chat", reasoning=reasoning, **limits)
     generate_responses(str(teacher), str(data), tmp_path / "answers.jsonl", settings)

@@ -15,7 +15,7 @@ from llmdistill.errors import UserError
 from llmdistill.generation import rollout_server
 from llmdistill.generation.rollout import OnPolicyLoader, Prompt, StudentWriter
 from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
-from llmdistill.generation.row_sampling import RowNoise
+from llmdistill.generation.row_noise import RowNoise
 from llmdistill.models.load import load_model
 
 from support import train_loader

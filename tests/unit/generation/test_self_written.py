@@ -17,7 +17,7 @@ from llmdistill.config.generation import WriteConfig
 from llmdistill.data.sources import read_examples
 from llmdistill.generation import self_written
 from llmdistill.generation.response_file import check_teacher, parts_folder
-from llmdistill.generation.row_sampling import cut_to_top_p
+from llmdistill.generation.row_noise import cut_to_top_p
 from llmdistill.generation.self_written import write_data
 from llmdistill.models.chat_templates import user_turn
 from llmdistill.models.load import load_model
