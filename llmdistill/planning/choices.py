@@ -11,10 +11,11 @@ from typing import Any
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
 from llmdistill.planning.cache_forecast import CacheForecast, CacheRequest, count_positions, forecast_cache, shardings
-from llmdistill.planning.layout import CACHED, PARTS, SHARDINGS, Duration, Layout, Sizes, Zero
+from llmdistill.planning.layout import CACHED, CUT, PARTS, SHARDINGS, Duration, Layout, Sizes, Zero
 from llmdistill.planning.step import build_models, full_batch, interpolate, trace_step
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import split_batch
+from llmdistill.teachers.tensor_parallel import CutSizes
 from llmdistill.training.checks import can_cache
 from llmdistill.training.plan import Plan
 
@@ -99,8 +100,13 @@ def make_choices(
     # Memory and work grow in proportion to the micro batch, so that two traces, of the ends, give all sizes between.
     ends = [(size, full_batch(plan, size * plan.task.rows_per_example)) for size in (1, share)]
     teachers: list[str | None] = [None]
+    cut: CutSizes | None = None
+    tokens = ends[0][1].input_ids.numel()
     if models.teacher is not None:
         teachers = [] if plan.is_cached else [*shardings(machine)]
+        if plan.config.teacher.sharding == CUT and not plan.is_cached:  # few methods and architectures take it
+            cut, teachers = CutSizes.of(models.teacher, machine.ranks_of_node), [CUT]
+            sizes = replace(sizes, cut_bytes=cut.cut_bytes)
     cache_trace, forecast = None, None
     if can_cache(plan):
         cache_trace, forecast = forecast_cache(plan, models, cache or CacheRequest(), sizes, machine)
@@ -133,7 +139,15 @@ def make_choices(
             read = (
                 cache_trace.row_bytes(count_positions(ends[0][1], micro_batch_size)) if is_cached and cache_trace else 0
             )
-            layout = Layout(zero=zero, sizes=sizes, teacher=teacher, machine=machine, accumulation_steps=steps)
+            layout = Layout(
+                zero=zero,
+                sizes=sizes,
+                teacher=teacher,
+                machine=machine,
+                accumulation_steps=steps,
+                # The pass of the teacher has the rows of all ranks of the node.
+                summed_bytes=0 if cut is None else cut.summed_bytes * tokens * micro_batch_size * machine.ranks_of_node,
+            )
             choice = LayoutChoice(
                 **vars(layout),
                 ds_config=name,
@@ -164,7 +178,7 @@ def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None
         alike,
         key=lambda choice: (
             simplest.index(choice.ds_config),
-            [None, *SHARDINGS, CACHED].index(choice.teacher),  # the simplest first
+            [None, *SHARDINGS, CUT, CACHED].index(choice.teacher),  # the simplest first
             choice.checkpointing,
             choice.total,
         ),

@@ -35,7 +35,9 @@ PARTS = {
 }
 """Part of the memory -> its description, and a remedy that makes it smaller."""
 SHARDINGS = ("replicated", "node", "zero3")
-"""Values of teacher.sharding, the simplest first."""
+"""Values of teacher.sharding that any teacher takes, the simplest first."""
+CUT = "tensor"
+"""A teacher whose layers are cut across the ranks of a node."""
 CACHED = "cached"
 """A teacher that is a file (teacher.cache)."""
 
@@ -67,6 +69,9 @@ class Sizes:
     """Bytes of the matrix of the teacher's LM head, which a sharded teacher gathers once and keeps."""
     cached_head_bytes: int = 0
     """Bytes of the LM head that takes the place of a cached teacher's weights; 0 without hidden states."""
+    cut_bytes: int = 0
+    """Bytes of the teacher's parameters of which the ranks of a node have shares, if it is cut (teacher.sharding
+    tensor)."""
 
     @classmethod
     def of(cls, student: PreTrainedModel, teacher: PreTrainedModel | None, *, cached_head_bytes: int = 0) -> Sizes:
@@ -181,6 +186,8 @@ class Layout:
     """The value of teacher.sharding, or "cached"; None without a teacher."""
     machine: MachineConfig
     accumulation_steps: int = 1
+    summed_bytes: float = 0
+    """Bytes of activations that the ranks of a node add up in each micro batch, if the teacher is cut across them."""
 
     @property
     def sharers(self) -> int:
@@ -192,6 +199,8 @@ class Layout:
     def resident_teacher(self) -> dict[str, float]:
         """The bytes of the teacher on a rank: its own weights and the gathered ones, or a cached one's head alone."""
         sizes = self.sizes
+        if self.teacher == CUT:
+            return {"teacher": sizes.teacher_bytes - sizes.cut_bytes * (1 - 1 / self.machine.ranks_of_node)}
         if self.sharers == 1:
             return {"teacher": sizes.cached_head_bytes if self.teacher == CACHED else sizes.teacher_bytes}
         gathered = TEACHER_ZERO.gathered_bytes(sizes.teacher_bytes, sizes.teacher_element_bytes)
@@ -263,6 +272,9 @@ class Layout:
     @property
     def node_bytes(self) -> float:
         """The bytes that a rank sends in a step to the ranks of its node alone: those of a teacher of the node."""
+        if self.teacher == CUT:  # an all-reduce sends twice
+            ranks = self.machine.ranks_of_node
+            return 2 * (ranks - 1) / ranks * self.accumulation_steps * self.summed_bytes
         return self._gathered_teacher_bytes if self.teacher == "node" else 0
 
     @property

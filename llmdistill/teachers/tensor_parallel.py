@@ -8,7 +8,7 @@ stay whole on each rank, because the losses read the head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -68,6 +68,39 @@ def read_plan(config: PreTrainedConfig, ranks: int) -> dict[str, Cut]:
     return cuts
 
 
+def cut_of(cuts: Mapping[str, Cut], name: str) -> Cut | None:
+    """Return how the linear of this name in the model is cut; None if each rank has it whole."""
+    return next((cut for pattern, cut in cuts.items() if fnmatchcase(f".{name}", f"*.{pattern}")), None)
+
+
+def is_cut(cuts: Mapping[str, Cut], parameter: str) -> bool:
+    """Return whether a rank has a share of a parameter; the bias of a linear whose inputs are cut is whole."""
+    linear, _, leaf = parameter.rpartition(".")
+    cut = cut_of(cuts, linear)
+    return cut == "colwise" or (cut == "rowwise" and leaf == "weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutSizes:
+    """The sizes of a teacher that is cut across the ranks of a node."""
+
+    cut_bytes: int
+    """Bytes of the parameters of which each rank has a share; it has all others whole."""
+    summed_bytes: int
+    """Bytes that are added up over the ranks for each token of a pass."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, ranks: int) -> CutSizes:
+        """Count the sizes of a whole model, which may be on the meta device. Raises UserError as `read_plan` does."""
+        cuts = read_plan(model.config, ranks)
+        parameters = [parameter for name, parameter in model.named_parameters() if is_cut(cuts, name)]
+        outputs = [module.weight.shape[0] for name, module in model.named_modules() if cut_of(cuts, name) == "rowwise"]
+        return cls(
+            cut_bytes=sum(parameter.nbytes for parameter in parameters),
+            summed_bytes=sum(outputs) * model.dtype.itemsize,
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorSharding(Sharding):
     """Cuts the linears of a plan across the ranks of a group."""
@@ -79,15 +112,9 @@ class TensorSharding(Sharding):
     device: torch.device
     ds_config: dict[str, Any] = field(default_factory=dict)
 
-    def cut_of(self, name: str) -> Cut | None:
-        """How the linear of this name in the model is cut; None if each rank has it whole."""
-        found = (cut for pattern, cut in self.cuts.items() if fnmatchcase(f".{name}", f"*.{pattern}"))
-        return next(found, None)
-
     def shard(self, parameter: nn.Parameter, name: str) -> None:
-        linear, _, leaf = name.rpartition(".")
-        cut, value = self.cut_of(linear), parameter.data
-        if cut is not None and (cut == "colwise" or leaf == "weight"):
+        cut, value = cut_of(self.cuts, name.rpartition(".")[0]), parameter.data
+        if is_cut(self.cuts, name):
             value = value.chunk(self.ranks, dim=0 if cut == "colwise" else 1)[self.rank]
         elif cut == "rowwise" and self.rank > 0:
             value = torch.zeros_like(value)  # the outputs are added, and the bias counts once
@@ -115,7 +142,7 @@ def load_tensor_parallel(path: str, *, dtype: torch.dtype, head: HeadName) -> Pr
         return output
 
     for name, module in model.named_modules():
-        if sharding.cut_of(name) == "rowwise":
+        if cut_of(cuts, name) == "rowwise":
             module.register_forward_hook(add_up)
     return model.eval().requires_grad_(False)
 
@@ -197,9 +224,6 @@ class TensorParallelSource(ModelSource):
     def check_there(self, plan: TeacherPlan) -> None:
         """Raise a UserError if the ranks do not divide the teacher."""
         read_plan(plan.models.teacher, len(node_ranks()))
-
-    def unforecast(self, teacher: Any) -> str | None:
-        return "teacher.sharding is tensor, and what it costs is not forecast: plan with node, which takes more"
 
     def build(self, context: TeacherContext) -> Teacher:
         plan = context.plan

@@ -21,7 +21,7 @@ from llmdistill.models.load import load_model
 from llmdistill.runtime.distributed import init_distributed
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.taps import Recorder
-from llmdistill.teachers.tensor_parallel import TensorParallelTeacher, load_tensor_parallel, read_plan
+from llmdistill.teachers.tensor_parallel import CutSizes, TensorParallelTeacher, load_tensor_parallel, read_plan
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "granite", "starcoder2")
 """Grouped queries, biases of both kinds of cuts, norms of heads, sliding windows, logits that are scaled."""
@@ -47,18 +47,30 @@ def main():
     rank, folder = int(os.environ["RANK"]), Path(sys.argv[-1])
     socket.gethostname = lambda: f"host{rank // 2}"
     init_distributed()
+    summed, all_reduce = list[int](), torch.distributed.all_reduce
+
+    def counted(tensor, **more):
+        summed.append(tensor.nbytes)
+        return all_reduce(tensor, **more)
+
+    torch.distributed.all_reduce = counted
     for name in ARCHITECTURES:
         whole = load_model(folder / name, dtype=torch.float64)
         cut = load_tensor_parallel(str(folder / name), dtype=torch.float64, head="lm_head")
         layers = [sum(each.numel() for each in model.base_model.layers.parameters()) for model in (cut, whole)]
         assert 0.5 <= layers[0] / layers[1] < 0.6, (name, layers)  # all but norms, and biases of added outputs
+        sizes, held = CutSizes.of(whole, 2), [sum(each.nbytes for each in model.parameters()) for model in (cut, whole)]
+        assert held[0] == held[1] - sizes.cut_bytes / 2, f"{name}: the forecast of llmdistill plan"
         expected, tapped = (TappedModel(model, Recorder(model, {})) for model in (whole, cut))
         teacher = TensorParallelTeacher(tapped)
         for number, batch in enumerate(batches(rank)):
             if expected.makes_mask and batch.position_ids is not None:
                 continue  # its own masks know no packed rows
+            summed.clear()
             with torch.no_grad():
                 own, outputs = (each.compute_targets(batch, lm_head=PLACES) for each in (teacher, expected))
+            tokens = 3 * (6 + (rank | 1))  # of the rows of both ranks of the node
+            assert sum(summed) == sizes.summed_bytes * tokens, f"{name}: the forecast of llmdistill plan"
             for place in PLACES:
                 torch.testing.assert_close(
                     own.lm_head[place].rows,

@@ -53,6 +53,14 @@ def test_parts_of_each_ds_config():
     assert "teacher" not in parts(layout("zero2", None))
 
 
+def test_a_teacher_that_is_cut_has_the_rest_whole_and_adds_up_within_its_node():
+    cut = replace(SIZES, cut_bytes=12 * 10**9)
+    assert parts(layout("zero1", "tensor", sizes=cut))["teacher"] == 16 - 12 * 3 / 4
+    assert parts(layout("zero1", "tensor", sizes=cut, gpus=2, nodes=2))["teacher"] == 16 - 12 / 2
+    sent = replace(layout("zero1", "tensor", steps=2, sizes=cut), summed_bytes=10**9)
+    assert sent.node_bytes == 2 * 3 / 4 * 2 * 10**9
+
+
 def test_teacher_of_a_node_is_shared_by_its_ranks_and_sends_within_it():
     def found(teacher: str, ranks_of_node: int) -> dict[str, float]:
         return parts(layout("zero1", teacher, gpus=ranks_of_node, nodes=RANKS // ranks_of_node))
