@@ -76,8 +76,8 @@ def _answers(model: PreTrainedModel, prompts: list[list[int]], new: int) -> Call
     engine = HuggingFaceEngine(model, tokenizer, decoding)
 
     def answer() -> None:
-        rows = engine.answer(prompts, [0] * len(prompts))
-        assert all(len(each) == new for each in rows), "an answer ended early"
+        rows = engine.answer(prompts, [0] * len(prompts), len(prompts))
+        assert all(len(each) == new for _, each in rows), "an answer ended early"
 
     return answer
 
