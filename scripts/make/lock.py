@@ -2,7 +2,7 @@
 
 Run it on the platform of CI (Linux on x86-64, Python 3.11), in the environment of scripts/setup.sh. It asks pip which
 files it would install by pyproject.toml and scripts/constraints.txt, installs nothing, and writes the lists of
-scripts/hashes.txt and docs/licenses.md anew, below their heads. torch has no hash, because its build depends on the
+scripts/hashes.txt and scripts/licenses.md anew, below their heads. torch has no hash, because its build depends on the
 machine.
 """
 
@@ -32,8 +32,8 @@ def main() -> None:
             hashes.append(f"{name}=={version} --hash=sha256:{hashed}\n")
     write_below(ROOT / "scripts" / "hashes.txt", "torch is installed before them.\n", hashes)
     rows = [f"| {each} | {', '.join(licenses[each])} |\n" for each in sorted(licenses, key=str.lower)]
-    write_below(ROOT / "docs" / "licenses.md", "|---|---|\n", rows)
-    print(f"scripts/hashes.txt has {len(hashes)} files, docs/licenses.md {len(licenses)} licenses")
+    write_below(ROOT / "scripts" / "licenses.md", "|---|---|\n", rows)
+    print(f"scripts/hashes.txt has {len(hashes)} files, scripts/licenses.md {len(licenses)} licenses")
 
 
 def resolved() -> list[dict[str, Any]]:
