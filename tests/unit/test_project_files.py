@@ -39,10 +39,9 @@ def test_every_constraint_has_its_hash_and_nothing_else_is_installed() -> None:
     assert pinned == expected
 
 
-def test_every_library_has_its_license_in_the_docs() -> None:
-    rows = [
-        line.strip("|").split(" | ") for line in (ROOT / "scripts/licenses.md").read_text().splitlines() if " | " in line
-    ]
+def test_every_library_has_its_license_listed() -> None:
+    lines = (ROOT / "scripts/licenses.md").read_text().splitlines()
+    rows = [line.strip("|").split(" | ") for line in lines if " | " in line]
     listed = [normal(name.strip()) for _license, names in rows[1:] for name in names.split(",")]
     assert sorted(listed) == sorted(name for name in constraints() if name not in ELSEWHERE)
 
