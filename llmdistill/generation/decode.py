@@ -25,7 +25,7 @@ from llmdistill.generation.refill import (
     rows_by_memory,
 )
 from llmdistill.generation.response_rows import final_answers
-from llmdistill.generation.row_noise import RowNoise, RowSamples
+from llmdistill.generation.row_draws import RowDraws, RowSamples
 from llmdistill.runtime.distributed import World, gather_objects
 
 Key = TypeVar("Key")
@@ -101,22 +101,16 @@ class HuggingFaceEngine:
             eos_token_id=answer_ends(tokenizer, model.generation_config),
             pad_token_id=tokenizer.eos_token_id if pad is None else pad,  # padding is masked, so any token will do
             use_cache=True,
-            do_sample=False,  # with noise on the logits, the most likely token is a sample
+            do_sample=False,  # RowSamples leaves only the token that it drew
         )
 
     def answer(
         self, prompt_ids: Sequence[list[int]], seeds: Sequence[int], batch_size: int
     ) -> Iterator[tuple[int, list[int]]]:
         """See Engine. The model's mode and its generation settings are restored when the last answer was taken."""
-        settings, noise = self._settings, None
+        settings, draws = self._settings, None
         if settings.sample:
-            noise = RowSamples(
-                seeds,
-                self._model.device,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                top_k=settings.top_k,
-            )
+            draws = RowSamples(seeds, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
         with inference(self._model, self._arguments):
             yield from new_tokens(
                 self._model,
@@ -124,7 +118,7 @@ class HuggingFaceEngine:
                 self._arguments,
                 at_once=batch_size,
                 synced=self._synced,
-                noise=noise,
+                draws=draws,
                 count=self.count,
             )
 
@@ -254,14 +248,14 @@ def new_tokens(
     *,
     at_once: int,
     synced: bool,
-    noise: RowNoise | None = None,
+    draws: RowDraws | None = None,
     count: TokenCount | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield the index and the new tokens of each prompt, up to and including its end token, if the answer has one.
 
     arguments: greedy, with the tokens that end an answer as the list `eos_token_id`.
     at_once: rows in a batch; on a GPU `rows_by_memory` may choose more.
-    noise: is added to the logits of each next token before the largest is taken.
+    draws: chooses each next token; None takes the most likely one.
     count: counts the tokens while they are generated.
     """
     if not prompt_ids:  # of a rank without a share
@@ -274,20 +268,20 @@ def new_tokens(
     if size is not None:
         longest = max(map(len, prompt_ids)) + cast(int, arguments.max_new_tokens)
         at_once = max(at_once, rows_by_memory(model, size * longest))
-        yield from Refill(model, arguments, repeats, noise, count).answer(prompt_ids, at_once)
+        yield from Refill(model, arguments, repeats, draws, count).answer(prompt_ids, at_once)
         return
     # Padding on the left, so that the new tokens of all rows begin at the same place.
     for batch in plan_batches(prompt_ids, len(prompt_ids) if synced else at_once):
         rows = [prompt_ids[index] for index in batch]
         tokens_BT, mask_BT = pad_left(rows, cast(int, arguments.pad_token_id), model.device)
-        if noise is not None:
-            noise.take(batch)
+        if draws is not None:
+            draws.take(batch)
         sequences = model.generate(  # type: ignore[operator]  # a mixin types it as Tensor | Module
             input_ids=tokens_BT,
             attention_mask=mask_BT,
             generation_config=arguments,
             synced_gpus=synced,  # ranks whose answers are done go on with the others, which gather weights from them
-            logits_processor=transformers.LogitsProcessorList([*repeats, *([] if noise is None else [noise])]),
+            logits_processor=transformers.LogitsProcessorList([*repeats, *([] if draws is None else [draws])]),
             stopping_criteria=transformers.StoppingCriteriaList([] if count is None else [count]),
         )
         for index, row in zip(batch, sequences[:, tokens_BT.shape[1] :].tolist(), strict=True):

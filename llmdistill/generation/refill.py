@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from llmdistill.generation.row_noise import RowNoise
+from llmdistill.generation.row_draws import RowDraws
 from llmdistill.models.general import cache_argument
 from llmdistill.progress import Activity
 from llmdistill.runtime.distributed import World
@@ -98,7 +98,7 @@ class Refill:
         model: PreTrainedModel,
         arguments: transformers.GenerationConfig,
         processors: Sequence[transformers.LogitsProcessor] = (),
-        noise: RowNoise | None = None,
+        draws: RowDraws | None = None,
         count: TokenCount | None = None,
     ) -> None:
         """The arguments are as for `decode.new_tokens`."""
@@ -106,8 +106,8 @@ class Refill:
         assert name is not None
         assert not arguments.do_sample
         self._model, self._arguments, self._cache_name = model, arguments, name
-        self._noise, self._count = noise, count
-        self._processors = [*processors, *([] if noise is None else [noise])]
+        self._draws, self._count = draws, count
+        self._processors = [*processors, *([] if draws is None else [draws])]
         self._ends = torch.tensor(arguments.eos_token_id, device=model.device)
         self._rows: list[int] = []
         self._written: dict[int, list[int]] = {}
@@ -170,8 +170,8 @@ class Refill:
 
     def _generate(self, steps: int, enough: int) -> Iterator[tuple[int, list[int]]]:
         """Write so many tokens, or fewer if enough rows end; yield the rows that are done, and let them leave."""
-        if self._noise is not None:
-            self._noise.take(self._rows)
+        if self._draws is not None:
+            self._draws.take(self._rows)
         before, arguments = self._tokens_BT.shape[1], copy.deepcopy(self._arguments)
         arguments.max_new_tokens = steps
         criteria = [_EnoughEnded(self._ends, enough), *([] if self._count is None else [self._count])]
@@ -252,7 +252,7 @@ def rows_by_memory(model: PreTrainedModel, cache_bytes: int) -> int:
         return 1
     free, _ = torch.cuda.mem_get_info(model.device)
     free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    # Logits in fp32, their noise, and what is between them.
+    # Logits in fp32, the sums of their probabilities in fp64, and what is between them.
     return fitting_rows(free // 2, cache_bytes + 6 * 4 * model.config.get_text_config().vocab_size)
 
 

@@ -15,7 +15,7 @@ from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.random_streams import ANSWER, STEP_KIND
 from llmdistill.data.sampler import StepLoader
 from llmdistill.generation.decode import inference, new_tokens
-from llmdistill.generation.row_noise import RowNoise
+from llmdistill.generation.row_draws import RowDraws
 
 
 class Prompt(NamedTuple):
@@ -114,12 +114,12 @@ class StudentWriter:
         model = self.model
         settings = GenerationConfig(
             max_new_tokens=self.max_new_tokens,
-            do_sample=False,  # with the noise, the most likely token is a sample
+            do_sample=False,  # RowDraws leaves only the token that it drew
             eos_token_id=self.end_token_ids,
             pad_token_id=self.pad_token_id,
         )
-        noise = RowNoise([prompt.seed for prompt in prompts], model.device)
+        draws = RowDraws([prompt.seed for prompt in prompts])
         ids = [prompt.ids for prompt in prompts]
         with inference(model, settings):
-            rows = dict(new_tokens(model, ids, settings, at_once=at_once, synced=self.synced, noise=noise))
+            rows = dict(new_tokens(model, ids, settings, at_once=at_once, synced=self.synced, draws=draws))
         return [WrittenAnswer(rows[row], []) for row in range(len(prompts))]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llmdistill.generation.decode import Decoding, inference, new_tokens
-from llmdistill.generation.row_noise import RowSamples
+from llmdistill.generation.row_draws import RowSamples
 from llmdistill.generation.vllm_engine import VllmEngine
 
 
@@ -51,7 +51,7 @@ class HuggingFaceRows:
         """See RowSampler."""
         arguments = transformers.GenerationConfig(
             max_new_tokens=decoding.max_new_tokens,
-            do_sample=False,  # with noise on the logits, the most likely token is a sample
+            do_sample=False,  # RowSamples leaves only the token that it drew
             eos_token_id=list(ends),
             pad_token_id=self.pad_token_id,
         )
@@ -59,7 +59,7 @@ class HuggingFaceRows:
         # On a GPU by its memory.
         at_once = len(prompt_ids) if self.model.device.type == "cpu" else 1
         with inference(self.model, arguments):
-            rows = new_tokens(self.model, prompt_ids, arguments, at_once=at_once, synced=False, noise=sampling)
+            rows = new_tokens(self.model, prompt_ids, arguments, at_once=at_once, synced=False, draws=sampling)
             answers = dict(rows)
         return [Sample(answers[row], nats) for row, nats in enumerate(sampling.nats_B.tolist())]
 
@@ -75,22 +75,22 @@ class _Sampling(RowSamples):
         ends: list[int],
         written: Callable[[int], None],
     ) -> None:
-        super().__init__(seeds, device, temperature=decoding.temperature, top_p=decoding.top_p)
+        super().__init__(seeds, temperature=decoding.temperature, top_p=decoding.top_p)
         self._written, self._ends = written, torch.tensor(ends, device=device)
         self._going_B = torch.ones(len(seeds), dtype=torch.bool, device=device)
         self.nats_B = torch.zeros(len(seeds), device=device)
         """Of all rows, also those that are not in the batch."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the logits of the next token, (B, V), cut to top-p and with noise added."""
+        """See RowDraws."""
         rows_B = torch.tensor(self._rows, device=scores.device)
-        noisy_BV = super().__call__(input_ids, scores)
-        chosen_B, going_B = noisy_BV.argmax(-1), self._going_B[rows_B]
+        drawn_BV = super().__call__(input_ids, scores)
+        chosen_B, going_B = drawn_BV.argmax(-1), self._going_B[rows_B]
         nats_B = -scores.float().log_softmax(-1).gather(-1, chosen_B[:, None])[:, 0]
         self.nats_B[rows_B] += torch.where(going_B, nats_B, 0)
         self._written(int(going_B.sum()))
         self._going_B[rows_B] = going_B & ~torch.isin(chosen_B, self._ends)
-        return noisy_BV
+        return drawn_BV
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.generation.decode import inference, new_tokens
 from llmdistill.generation.refill import pad_left
-from llmdistill.generation.row_noise import RowNoise
+from llmdistill.generation.row_draws import RowDraws
 from llmdistill.students.counting import layer_linears
 from llmdistill.students.start import sampled
 from llmdistill.students.start.cuts import divergences, predict_losses
@@ -123,14 +123,14 @@ def make_rows(layers: int, device: torch.device) -> dict[str, Row]:
         with inference(teacher, answering):
             for start in range(0, PROMPTS, AT_ONCE):
                 input_ids, attention_mask = pad_left(prompts[start : start + AT_ONCE], 0, device)
-                noise = RowNoise(range(start, start + AT_ONCE), device)
+                draws = RowDraws(range(start, start + AT_ONCE))
                 given = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": answering}
-                teacher.generate(**given, logits_processor=LogitsProcessorList([noise]))
+                teacher.generate(**given, logits_processor=LogitsProcessorList([draws]))
 
     def answers() -> None:
-        noise = RowNoise(range(PROMPTS), device)
+        draws = RowDraws(range(PROMPTS))
         with inference(teacher, answering):
-            list(new_tokens(teacher, prompts, answering, at_once=AT_ONCE, synced=False, noise=noise))
+            list(new_tokens(teacher, prompts, answering, at_once=AT_ONCE, synced=False, draws=draws))
 
     def scoring() -> None:
         with label_loss(teacher, shift=True) as loss_of:

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from llmdistill.generation.decode import inference, new_tokens, plan_batches
 from llmdistill.generation.refill import NoRepeatedNgram, bytes_of_token, fitting_rows
-from llmdistill.generation.row_noise import RowNoise
+from llmdistill.generation.row_draws import RowDraws
 
 ENDS = [2, 5, 11]
 LIMIT = 30
@@ -17,12 +17,12 @@ PROMPTS = [
 ]
 
 
-def answers_of(model, *, at_once, ngram=0, noise=None, count=None, prompts=PROMPTS):
+def answers_of(model, *, at_once, ngram=0, draws=None, count=None, prompts=PROMPTS):
     settings = GenerationConfig(
         max_new_tokens=LIMIT, do_sample=False, eos_token_id=ENDS, pad_token_id=0, no_repeat_ngram_size=ngram
     )
     with inference(model, settings):
-        rows = dict(new_tokens(model, prompts, settings, at_once=at_once, synced=False, noise=noise, count=count))
+        rows = dict(new_tokens(model, prompts, settings, at_once=at_once, synced=False, draws=draws, count=count))
     return [rows[row] for row in range(len(prompts))]
 
 
@@ -59,13 +59,11 @@ def test_rows_that_are_done_leave_and_waiting_ones_come():
 
 def test_samples_of_a_row_depend_on_its_seed_alone():
     model = tiny_model("llama", seed=3).eval()
-    device = torch.device("cpu")
     expected = [
-        answers_of(model, at_once=1, noise=RowNoise([seed], device), prompts=[prompt])[0]
-        for seed, prompt in enumerate(PROMPTS)
+        answers_of(model, at_once=1, draws=RowDraws([seed]), prompts=[prompt])[0] for seed, prompt in enumerate(PROMPTS)
     ]
     assert len({len(answer) for answer in expected}) > 4
-    assert answers_of(model, at_once=3, noise=RowNoise(range(len(PROMPTS)), device)) == expected
+    assert answers_of(model, at_once=3, draws=RowDraws(range(len(PROMPTS)))) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])

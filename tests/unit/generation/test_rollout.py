@@ -15,7 +15,6 @@ from llmdistill.errors import UserError
 from llmdistill.generation import rollout_server
 from llmdistill.generation.rollout import OnPolicyLoader, Prompt, StudentWriter
 from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
-from llmdistill.generation.row_noise import RowNoise
 from llmdistill.models.load import load_model
 
 from support import train_loader
@@ -102,15 +101,6 @@ def test_share_of_the_steps(model):
     (batch,) = loader.micro_batches(step)
     assert batch.labels_are == "answers"
     assert all(answer == [9, END] for _, answer in rows([batch]))
-
-
-def test_noise_draws_from_the_softmax():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
-    noise = RowNoise([7, 8], torch.device("cpu"))
-    draws = torch.stack([noise(torch.empty(2, 0), logits.expand(2, 5)).argmax(-1) for _ in range(5000)]).flatten()
-    shares = torch.bincount(draws, minlength=5) / len(draws)
-    torch.testing.assert_close(shares, logits.softmax(-1), atol=0.02, rtol=0)
-    assert shares[4] == 0
 
 
 # Answers by a server, which a stand-in plays.

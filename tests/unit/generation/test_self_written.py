@@ -5,7 +5,9 @@ import json
 import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from chat_templates import TEMPLATES, chatting
@@ -17,7 +19,7 @@ from llmdistill.config.generation import WriteConfig
 from llmdistill.data.sources import read_examples
 from llmdistill.generation import self_written
 from llmdistill.generation.response_file import check_teacher, parts_folder
-from llmdistill.generation.row_noise import cut_to_top_p
+from llmdistill.generation.row_draws import cut_to_top_p
 from llmdistill.generation.self_written import write_data
 from llmdistill.models.chat_templates import user_turn
 from llmdistill.models.load import load_model
@@ -49,16 +51,18 @@ def rows(path):
 
 @torch.no_grad()
 def sampled(model, prompt, seed, limit, temperature, top_p):
-    """Sample token by token without a cache; the argmax of logits and Gumbel noise is a sample of the softmax."""
-    import numpy as np
-
+    """Sample token by token without a cache, by the numbers of SplitMix64."""
     [state] = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    stream, ids = torch.Generator().manual_seed(int(state) >> 1), []
+    state, ids = int(state) >> 1, []
     while len(ids) < limit and ids[-1:] != [END]:
         logits = model(torch.tensor([[*prompt, *ids]])).logits[:, -1].float()
         logits = TopPLogitsWarper(top_p)(None, logits.log_softmax(-1) / temperature) if top_p < 1 else logits
-        noise = -torch.rand(logits.shape[-1], generator=stream).clamp_min(1e-38).log()
-        ids.append(int((logits - noise.log()).argmax()))
+        state += 0x9E3779B97F4A7C15
+        bits = state
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            bits = (bits % 2**64 ^ bits % 2**64 >> shift) * factor
+        sums = accumulate(logits[0].double().softmax(-1).tolist())
+        ids.append(next(token for token, total in enumerate(sums) if total > (bits >> 11) / 2**53))
     return ids
 
 
