@@ -131,11 +131,11 @@ def test_an_architecture_with_another_activation_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(("words", "has_gpu", "has_library", "runs"), [
-    ([], True, True, True),
-    ([], False, True, False),
-    ([], True, False, False),
-    (["--train.liger", "false"], True, True, False),
-    (["--train.compile", "true"], True, True, False),
+    (["--train.liger", "auto"], True, True, True),
+    (["--train.liger", "auto"], False, True, False),
+    (["--train.liger", "auto"], True, False, False),
+    ([], True, True, False),
+    (["--train.liger", "auto", "--train.compile", "true"], True, True, False),
 ])  # fmt: skip
 def test_a_run_takes_it_by_itself_where_it_can(
     words: list[str], has_gpu: bool, has_library: bool, runs: bool, monkeypatch: pytest.MonkeyPatch
