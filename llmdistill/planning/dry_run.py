@@ -12,26 +12,11 @@ from llmdistill.config.command_line import about_recipe, to_dict
 from llmdistill.files import byte_size
 from llmdistill.messages import print_result
 from llmdistill.runtime.environment import print_finding
+from llmdistill.training.cost import estimate_cost
 from llmdistill.training.disk import DiskNeed
 from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan
 from llmdistill.training.written_data import describe_writing, names_teacher
-
-
-def estimate_cost(plan: Plan) -> dict[str, float] | None:
-    """Estimate the cost of the training for sequences of full length; None if train.epochs leaves the steps open.
-
-    The student's forward and backward pass cost three forward passes, the teacher's forward pass 2 FLOP per parameter
-    and token, at 30 % of the 312 TFLOP/s of an A100 in bf16.
-    """
-    train = plan.config.train
-    if train.epochs is not None:
-        return None
-    tokens = train.steps * train.global_batch_size * plan.config.data.max_length
-    teacher_flops = 2 * plan.models.sizes["teacher_params"] if plan.runs_teacher else 0
-    # The backward pass costs two forward passes: one product for the inputs, one for the weights.
-    flops = tokens * (3 * plan.models.sizes["forward_flops"] + teacher_flops)
-    return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 
 
 def describe_cost(plan: Plan) -> str:

@@ -44,6 +44,7 @@ from llmdistill.training.callbacks.server import ServerAnswers
 from llmdistill.training.callbacks.stopping import Stopping
 from llmdistill.training.callbacks.validation import Validation
 from llmdistill.training.checkpoints import load_checkpoint
+from llmdistill.training.cost import forecast
 from llmdistill.training.disk import check_disk
 from llmdistill.training.headline import about, headline
 from llmdistill.training.log import RunLog, check_log
@@ -120,6 +121,10 @@ def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = 
     on_main(lambda: check_students(plan.folder))
     on_main(lambda: check_disk(plan))
     print_main(headline(plan, data.report))
+    if not (plan.folder / "checkpoints").is_dir():  # a run that goes on has less to do
+        cost = on_main(lambda: forecast(plan, world.device))
+        if cost is not None:
+            print_main(f"Cost        {cost}")
     warn_of_emulation(plan.models.dtype, world.device)
     book = ScoreBook(plan.folder, data)
     summaries: dict[str, dict[str, Any]] = {}

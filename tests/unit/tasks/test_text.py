@@ -18,7 +18,7 @@ from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
 from llmdistill.data.sampler import Share
 from llmdistill.methods import METHODS
-from llmdistill.planning.dry_run import describe_plan, estimate_cost
+from llmdistill.planning.dry_run import describe_plan
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.runtime.environment import Finding
@@ -26,6 +26,7 @@ from llmdistill.tasks.text import Text, TextData
 from llmdistill.tasks.text_windows import TextTests
 from llmdistill.training import assemble
 from llmdistill.training.calibration import calibration_batches
+from llmdistill.training.cost import estimate_cost
 from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan, make_plan
 

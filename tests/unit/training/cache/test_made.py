@@ -22,7 +22,6 @@ from llmdistill.data.sampler import Share
 from llmdistill.losses.agreement import divergence_from
 from llmdistill.methods import METHODS
 from llmdistill.planning.cache_forecast import CacheRequest, forecast_cache
-from llmdistill.planning.dry_run import estimate_cost
 from llmdistill.planning.layout import Sizes
 from llmdistill.planning.step import build_models
 from llmdistill.step.tap_models import tap_teacher
@@ -31,6 +30,7 @@ from llmdistill.teachers.cache.folder import CacheFolder
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
 from llmdistill.teachers.source import TeacherContext
 from llmdistill.training import cache
+from llmdistill.training.cost import estimate_cost
 from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan, make_plan
 

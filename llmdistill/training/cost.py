@@ -1,0 +1,61 @@
+"""What a training costs: tokens, operations, time and memory, estimated before it begins."""
+
+from __future__ import annotations
+
+import torch
+
+from llmdistill.config.machine import MachineConfig, find_gpu
+from llmdistill.files import byte_size
+from llmdistill.progress import duration
+from llmdistill.training.disk import STATE_BYTES
+from llmdistill.training.plan import Plan
+
+_LONG = 1e14
+"""Operations from which a run says what it will take: less is done before anybody would ask."""
+
+
+def estimate_cost(plan: Plan) -> dict[str, float] | None:
+    """Estimate the cost of the training for sequences of full length; None if train.epochs leaves the steps open.
+
+    The student's forward and backward pass cost three forward passes, the teacher's forward pass 2 FLOP per parameter
+    and token, at 30 % of the 312 TFLOP/s of an A100 in bf16.
+    """
+    train = plan.config.train
+    if train.epochs is not None:
+        return None
+    tokens = train.steps * train.global_batch_size * plan.config.data.max_length
+    teacher_flops = 2 * plan.models.sizes["teacher_params"] if plan.runs_teacher else 0
+    # The backward pass costs two forward passes: one product for the inputs, one for the weights.
+    flops = tokens * (3 * plan.models.sizes["forward_flops"] + teacher_flops)
+    return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
+
+
+def forecast(plan: Plan, device: torch.device) -> str | None:
+    """Say what the training will take on this machine; None if that is little, or if nothing is to be trained.
+
+    The time is that of the products of matrices of sequences of full length, so it is an upper bound of these. The
+    memory leaves out activations, which `llmdistill plan` counts.
+    """
+    estimated = estimate_cost(plan) if plan.trains else None
+    if estimated is None or estimated["flops"] < _LONG:
+        return None
+    sizes, item = plan.models.sizes, plan.models.dtype.itemsize
+    held = sizes["student_params"] * (2 * item + STATE_BYTES) + plan.runs_teacher * sizes["teacher_params"] * item
+    text = f"{estimated['tokens']:,} tokens of training at most"
+    tflops = _tflops(device)
+    if tflops is not None:
+        seconds = estimated["flops"] / (1e12 * tflops * MachineConfig().product_share * plan.world_size)
+        text += f", some {duration(seconds)} on this machine"
+    return f"{text}; up to {byte_size(held)} for weights, gradients and optimizer. The start and the scores come on top"
+
+
+def _tflops(device: torch.device) -> float | None:
+    """Return the TFLOP/s of products on a device; None for a GPU that is not known."""
+    from llmdistill.runtime.speed import measure_cpu
+
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
+            return float(measure_cpu()["tflops"])
+    properties = torch.cuda.get_device_properties(device)
+    kind = find_gpu(properties.name, properties.total_memory)
+    return None if kind is None else MachineConfig().of_kind(kind, set()).tflops
