@@ -50,11 +50,9 @@ def tokens_at(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
     A token of probability 0 is never returned.
     """
-    # Most GPUs are slow in float64.
-    dtype = torch.float64 if logits_BV.device.type == "cpu" else torch.float32
-    # Whole numbers, because float64 adds those below 2**53 without rounding: a GPU adds in parallel, and rounded sums
+    # The exponential takes four times as long in float64, on a CPU too. Whole numbers, because float64 adds those below 2**53 without rounding: a GPU adds in parallel, and rounded sums
     # could grow at a token of probability 0.
-    weights_BV = logits_BV.softmax(-1, dtype=dtype).double().mul_(2**52).floor_()
+    weights_BV = logits_BV.softmax(-1, dtype=torch.float32).double().mul_(2**52).floor_()
     sums_BV = weights_BV.cumsum(-1)
     tokens_B1 = torch.searchsorted(sums_BV, uniforms_B[:, None] * sums_BV[:, -1:], right=True)
     return tokens_B1[:, 0].clamp_max(logits_BV.shape[-1] - 1)  # logits that are NaN lead beyond the last token
