@@ -50,8 +50,8 @@ def tokens_at(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
     A token of probability 0 is never returned.
     """
-    # The exponential takes four times as long in float64, on a CPU too. Whole numbers, because float64 adds those below 2**53 without rounding: a GPU adds in parallel, and rounded sums
-    # could grow at a token of probability 0.
+    # In fp32, as the exponential takes four times as long in float64. Then whole numbers, because float64 adds those
+    # below 2**53 without rounding: a GPU adds in parallel, and rounded sums could grow at a token of probability 0.
     weights_BV = logits_BV.softmax(-1, dtype=torch.float32).double().mul_(2**52).floor_()
     sums_BV = weights_BV.cumsum(-1)
     tokens_B1 = torch.searchsorted(sums_BV, uniforms_B[:, None] * sums_BV[:, -1:], right=True)
