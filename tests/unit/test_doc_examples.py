@@ -21,7 +21,6 @@ from llmdistill import losses
 NOT_RUN = {
     ("evaluate.md", 'scores = llmdistill.evaluate("runs/glue/'): "a model that is fine-tuned on RTE, and GLUE's files",
     ("serve.md", "import llmdistill  # lets transformers load"): "sentence-transformers, which is not installed here",
-    ("serve.md", "import bitsandbytes"): "bitsandbytes, which is not installed here",
     ("serve.md", "from optimum.onnxruntime import"): "Optimum, which is not installed here",
 }
 """Page and first line of each block that is only compiled -> what it needs."""
@@ -91,26 +90,12 @@ def of_serve(names: dict[str, Any], printed: str) -> None:
     assert type(names["model"].model.layers[0].mlp.up_proj.weight).__name__ == "IntxUnpackedToInt8Tensor"
 
 
-def of_teachers(names: dict[str, Any], printed: str) -> None:
-    """It knows half as many tokens, and the student reads those that both know as the teacher does."""
-    tokenizer, student = (each.from_pretrained("other-tokens") for each in (AutoTokenizer, AutoModelForCausalLM))
-    teacher = AutoModelForCausalLM.from_pretrained(names["folder"])
-    both = [token for token in tokenizer.get_vocab() if token in names["known"]]
-    assert (len(tokenizer), len(both) > 400, student.config.eos_token_id) == (512, True, tokenizer.eos_token_id)
-    ours, theirs = (
-        model.get_input_embeddings()(torch.tensor([known[token] for token in both]))
-        for model, known in ((student, tokenizer.get_vocab()), (teacher, names["known"]))
-    )
-    assert torch.equal(ours, theirs)
-
-
 CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "README.md": of_readme,
     "evaluate.md": of_evaluate,
     "methods.md": of_methods,
     "serve.md": of_serve,
     "students.md": of_students,
-    "teachers.md": of_teachers,
     "train.md": of_train,
 }
 """Page -> what must be true after its Python has run."""

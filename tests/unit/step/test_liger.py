@@ -82,7 +82,7 @@ def outcome(student: PreTrainedModel, teacher: PreTrainedModel) -> tuple[torch.T
     )
     ids = torch.randint(3, 40, (2, 4), generator=torch.Generator().manual_seed(3))
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    batch = Batch(ids, mask, ids.masked_fill(mask == 0, -100)).with_label_rows(shift=True).to(DEVICE)
+    batch = Batch(ids, mask, ids.masked_fill(mask == 0, -100)).with_positions(shift=True).to(DEVICE)
     of_teacher, of_student = tap_teacher(method, teacher), tap_student(method, student)
     with torch.no_grad():
         targets = of_teacher.compute_targets(batch, lm_head=method.teacher_positions)
