@@ -305,6 +305,7 @@ def _report(
     }
     scores = data.table(results)
     table = fill_scores(scores, nearness, log)
-    print_nearness(plan.folder, nearness, with_table=bool(scores.columns))
+    # Without test sets the last table has it, if there is one.
+    print_nearness(plan.folder, nearness, with_table=bool(scores.columns) or not results)
     write_run_card(plan, metrics, table, data.report)
     finish_report(plan.folder, metrics, table)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmdistill.training.nearness import Nearness
+from llmdistill.training.nearness import Nearness, print_nearness
 
 
 @pytest.mark.parametrize(("needs_teacher", "trained", "warns"), [
@@ -26,3 +26,10 @@ def test_a_training_that_leads_away_from_the_teacher_is_warned_of(monkeypatch, n
     assert (warning is not None) == warns
     if warning is not None:
         assert "0.539 nats per token, 0.369 before): lower train.learning_rate (0.0003)" in warning
+
+
+@pytest.mark.parametrize("with_table", [True, False])
+def test_the_table_is_printed_where_no_other_has_it(tmp_path, capsys, with_table):
+    far = {"divergence": 0.25, "perplexity": 12.0, "teacher_perplexity": 10.0, "tokens": 1495, "of": "data.valid"}
+    print_nearness(tmp_path, {"untrained": far}, with_table=with_table)
+    assert ("On 1,495 tokens of data.valid" in capsys.readouterr().out) == with_table
