@@ -68,7 +68,7 @@ def score_answers(arguments: Sequence[str], *, prog: str) -> None:
     from llmdistill.data.instruct import Limits
     from llmdistill.runtime.devices import TORCH_DTYPES, choose_dtype
     from llmdistill.runtime.distributed import process_group
-    from llmdistill.tasks.instruction_scores import score_model
+    from llmdistill.tasks.instruction_scores import read_sets, score_model
 
     settings = build(parsed, GenerationConfig, prefix="--")
     data = chosen_sets(parsed)
@@ -82,11 +82,7 @@ def score_answers(arguments: Sequence[str], *, prog: str) -> None:
     # One rank needs no process group; only a launcher with several ranks starts one.
     with process_group(needed=False) as world:
         result = score_model(
-            parsed.model,
-            data,
-            settings,
-            limits,
-            prompt=parsed.prompt,
+            read_sets(parsed.model, data, settings, limits, parsed.prompt),
             dtype=TORCH_DTYPES[choose_dtype(parsed.dtype, world.device)],
             output_dir=output,
             log=partial(say, aside=True),

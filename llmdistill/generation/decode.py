@@ -116,8 +116,7 @@ class HuggingFaceEngine:
                 self._model,
                 prompt_ids,
                 self._arguments,
-                at_once=batch_size,
-                synced=self._synced,
+                at_once=None if self._synced else batch_size,
                 draws=draws,
                 count=self.count,
             )
@@ -246,15 +245,15 @@ def new_tokens(
     prompt_ids: Sequence[list[int]],
     arguments: transformers.GenerationConfig,
     *,
-    at_once: int,
-    synced: bool,
+    at_once: int | None,
     draws: RowDraws | None = None,
     count: TokenCount | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield the index and the new tokens of each prompt, up to and including its end token, if the answer has one.
 
     arguments: greedy, with the tokens that end an answer as the list `eos_token_id`.
-    at_once: rows in a batch; on a GPU `rows_by_memory` may choose more.
+    at_once: rows in a batch; on a GPU `rows_by_memory` may choose more. None: all rows in one batch, in step with the
+        other ranks, for a model in shards (ZeRO-3), whose weights all ranks gather together.
     draws: chooses each next token; None takes the most likely one.
     count: counts the tokens while they are generated.
     """
@@ -264,14 +263,14 @@ def new_tokens(
     if ngram:
         arguments = copy.deepcopy(arguments)
         arguments.no_repeat_ngram_size, repeats = 0, [NoRepeatedNgram(ngram)]
-    size = None if synced else bytes_of_token(model)
-    if size is not None:
+    size = None if at_once is None else bytes_of_token(model)
+    if at_once is not None and size is not None:
         longest = max(map(len, prompt_ids)) + cast(int, arguments.max_new_tokens)
         at_once = max(at_once, rows_by_memory(model, size * longest))
         yield from Refill(model, arguments, repeats, draws, count).answer(prompt_ids, at_once)
         return
     # Padding on the left, so that the new tokens of all rows begin at the same place.
-    for batch in plan_batches(prompt_ids, len(prompt_ids) if synced else at_once):
+    for batch in plan_batches(prompt_ids, len(prompt_ids) if at_once is None else at_once):
         rows = [prompt_ids[index] for index in batch]
         tokens_BT, mask_BT = pad_left(rows, cast(int, arguments.pad_token_id), model.device)
         if draws is not None:
@@ -280,7 +279,8 @@ def new_tokens(
             input_ids=tokens_BT,
             attention_mask=mask_BT,
             generation_config=arguments,
-            synced_gpus=synced,  # ranks whose answers are done go on with the others, which gather weights from them
+            # Ranks whose answers are done go on with the others, which gather weights from them.
+            synced_gpus=at_once is None,
             logits_processor=transformers.LogitsProcessorList([*repeats, *([] if draws is None else [draws])]),
             stopping_criteria=transformers.StoppingCriteriaList([] if count is None else [count]),
         )

@@ -105,12 +105,14 @@ class StudentWriter:
         """See Writer."""
         sizes = [len(prompts) for prompts in micro_batches]
         # The rows of all micro batches take each other's places. ZeRO-3 needs all ranks in each batch.
-        groups = micro_batches if self.synced else [[prompt for prompts in micro_batches for prompt in prompts]]
-        written = iter([answer for prompts in groups for answer in self._generate(prompts, max(sizes))])
+        groups, at_once = micro_batches, None
+        if not self.synced:
+            groups, at_once = [[prompt for prompts in micro_batches for prompt in prompts]], max(sizes)
+        written = iter([answer for prompts in groups for answer in self._generate(prompts, at_once)])
         return [[next(written) for _ in range(size)] for size in sizes]
 
     @torch.no_grad()
-    def _generate(self, prompts: Sequence[Prompt], at_once: int) -> list[WrittenAnswer]:
+    def _generate(self, prompts: Sequence[Prompt], at_once: int | None) -> list[WrittenAnswer]:
         model = self.model
         settings = GenerationConfig(
             max_new_tokens=self.max_new_tokens,
@@ -121,5 +123,5 @@ class StudentWriter:
         draws = RowDraws([prompt.seed for prompt in prompts])
         ids = [prompt.ids for prompt in prompts]
         with inference(model, settings):
-            rows = dict(new_tokens(model, ids, settings, at_once=at_once, synced=self.synced, draws=draws))
+            rows = dict(new_tokens(model, ids, settings, at_once=at_once, draws=draws))
         return [WrittenAnswer(rows[row], []) for row in range(len(prompts))]

@@ -59,8 +59,7 @@ class HuggingFaceRows:
         # On a GPU by its memory.
         at_once = len(prompt_ids) if self.model.device.type == "cpu" else 1
         with inference(self.model, arguments):
-            rows = new_tokens(self.model, prompt_ids, arguments, at_once=at_once, synced=False, draws=sampling)
-            answers = dict(rows)
+            answers = dict(new_tokens(self.model, prompt_ids, arguments, at_once=at_once, draws=sampling))
         return [Sample(answers[row], nats) for row, nats in enumerate(sampling.nats_B.tolist())]
 
 

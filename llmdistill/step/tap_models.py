@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from llmdistill.batch import TapRequest
 from llmdistill.step.compile import compile_layers
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.liger import fits, use_liger
 from llmdistill.step.method import Method
 from llmdistill.step.taps import Recorder
+
+LayerKernels = Literal["transformers", "compiled", "liger"]
+"""What the layers of a model run: transformers' own operations, their compiled graphs, or Liger's kernels."""
 
 
 def tap_teacher(
@@ -21,19 +25,14 @@ def tap_teacher(
     *,
     forward: Callable[..., Any] | None = None,
     vocabulary: int | None = None,
-    compiled: bool = False,
-    fused: bool = False,
+    layer_kernels: LayerKernels = "transformers",
 ) -> TappedModel:
     """Return the forward pass of a teacher with the hooks that a method's terms need.
 
-    `vocabulary` is the number of logits that both models share, None if their vocabularies are the same; `compiled`
-    compiles the layers, and `fused` lets them run Liger's kernels if these fit.
+    `vocabulary` is the number of logits that both models share, None if their vocabularies are the same. Liger's
+    kernels run only if they fit the model.
     """
-    if fused and fits(model.config):
-        use_liger(model)
-    recorder = Recorder(model, method.teacher_taps)
-    if compiled:
-        compile_layers(recorder)
+    recorder = _record(model, method.teacher_taps, None, layer_kernels)
     return TappedModel(model if forward is None else forward, recorder, vocabulary=vocabulary, pooling=method.pooling)
 
 
@@ -44,19 +43,14 @@ def tap_student(
     forward: Callable[..., Any] | None = None,
     projectors: nn.ModuleDict | None = None,
     vocabulary: int | None = None,
-    compiled: bool = False,
-    fused: bool = False,
+    layer_kernels: LayerKernels = "transformers",
 ) -> TappedModel:
     """Return the forward pass of a student with the hooks that a method's terms need; see `tap_teacher`.
 
     Under DeepSpeed this comes last, so that the hooks wrap those of the engine, and `forward` is the engine. The
     `projectors` map the student's widths to the teacher's.
     """
-    if fused and fits(model.config):
-        use_liger(model)
-    recorder = Recorder(model, method.student_taps, projectors)
-    if compiled:
-        compile_layers(recorder)
+    recorder = _record(model, method.student_taps, projectors, layer_kernels)
     return TappedModel(
         model if forward is None else forward,
         recorder,
@@ -64,3 +58,15 @@ def tap_student(
         pooling=method.pooling,
         projector=projectors["sentence"] if projectors is not None and "sentence" in projectors else None,
     )
+
+
+def _record(
+    model: PreTrainedModel, taps: TapRequest, projectors: nn.ModuleDict | None, layer_kernels: LayerKernels
+) -> Recorder:
+    """Return the recorder of a model whose layers run these kernels."""
+    if layer_kernels == "liger" and fits(model.config):
+        use_liger(model)  # before the recorder sets its hooks
+    recorder = Recorder(model, taps, projectors)
+    if layer_kernels == "compiled":
+        compile_layers(recorder)
+    return recorder

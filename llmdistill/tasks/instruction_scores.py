@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from llmdistill.students.counting import count_parameters
 from llmdistill.tasks.base import LoadedModel
 from llmdistill.tasks.reference_loss import score_references
 from llmdistill.tasks.rouge import reference_words, rouge_l
-from llmdistill.tasks.text_windows import read_windows, score_windows
+from llmdistill.tasks.text_windows import Windows, read_windows, score_windows
 
 
 def encode_sets(
@@ -144,46 +144,70 @@ def _list_passes(settings: GenerationConfig) -> dict[str, int]:
     return {"greedy": 0} if settings.decoding == "greedy" else {f"seed {seed}": seed for seed in settings.seeds}
 
 
-def score_model(
-    model_path: str,
+@dataclass(frozen=True, kw_only=True)
+class ScoringSets:
+    """The sets on which a model is scored, as its tokenizer reads them, and how it answers."""
+
+    model: str
+    """Folder, hub name or GGUF file of the model, or embedded:NAME."""
+    tokenizer: PreTrainedTokenizerBase
+    sets: Mapping[str, Sequence[Example]]
+    windows: Mapping[str, Windows]
+    """The texts whose perplexity is measured."""
+    settings: GenerationConfig
+    limits: Limits
+    """With the resolved prompt."""
+
+
+def read_sets(
+    model: str,
     data: Mapping[str, str | WholeText],
     settings: GenerationConfig,
     limits: Limits,
-    *,
     prompt: str | None = None,
-    dtype: torch.dtype = torch.float32,
-    output_dir: Path | None = None,
-    log: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
-    """Load a model and score it on sets given as {name: JSONL file, embedded:NAME, or a text for its perplexity}.
+) -> ScoringSets:
+    """Read the sets on which a model is scored: {name: JSONL file, embedded:NAME, or a text for its perplexity}.
 
-    `prompt` is that of the instructions, as in data.prompt; it replaces that of the limits.
-    Returns plain JSON values. Rank 0 also writes them to output_dir/metrics.json, next to the predictions. Every rank
-    loads the whole model and answers its share of the prompts.
-
-    Raises:
-        UserError: a file is missing or malformed; this is raised before the model is loaded.
+    `prompt` is that of the instructions, as in data.prompt; it replaces that of the limits. Only the tokenizer and the
+    config of the model are loaded. Raises UserError if a file is missing or malformed, or as in `encode_sets`.
     """
-    world = World.current()
     sets = {name: read_examples(reference) for name, reference in data.items() if isinstance(reference, str)}
     texts = {name: text for name, text in data.items() if isinstance(text, WholeText)}
-    folder = locate(model_path)
+    folder = locate(model)
     tokenizer = load_tokenizer(folder)
     limits = replace(limits, prompt=resolve_prompt(prompt, [tokenizer]))
     # Only for its errors: they come before the model is loaded, which may take minutes. `score_sets` encodes again.
     encode_sets(sets, tokenizer, settings, limits)
     windows = read_windows(texts, tokenizer, load_config(folder), settings)
-    if log is not None and any(example.instruction for examples in sets.values() for example in examples):
+    return ScoringSets(model=model, tokenizer=tokenizer, sets=sets, windows=windows, settings=settings, limits=limits)
+
+
+def score_model(
+    scoring: ScoringSets,
+    *,
+    dtype: torch.dtype = torch.float32,
+    output_dir: Path | None = None,
+    log: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Load a model and score it on its sets.
+
+    Returns plain JSON values. Rank 0 also writes them to output_dir/metrics.json, next to the predictions. Every rank
+    loads the whole model and answers its share of the prompts.
+    """
+    world, settings, limits = World.current(), scoring.settings, scoring.limits
+    if log is not None and any(example.instruction for examples in scoring.sets.values() for example in examples):
         log(f"instructions are asked by {describe_prompt(limits.prompt)}")
+    folder = locate(scoring.model)
     model = load_model(folder, dtype=dtype, device=world.device)
-    loaded = LoadedModel(model=model, tokenizer=tokenizer)
-    scores = score_sets(loaded, sets, settings, limits, predictions_dir=output_dir, log=log)
+    loaded = LoadedModel(model=model, tokenizer=scoring.tokenizer)
+    scores = score_sets(loaded, scoring.sets, settings, limits, predictions_dir=output_dir, log=log)
     of_texts = {
-        name: score_windows(model, cut, batch_size=settings.batch_size, name=name) for name, cut in windows.items()
+        name: score_windows(model, cut, batch_size=settings.batch_size, name=name)
+        for name, cut in scoring.windows.items()
     }
     made_from = origin(folder)
     result = {
-        "model": model_path,
+        "model": scoring.model,
         **({} if made_from is None else {"origin": made_from}),
         "params": count_parameters(model),
         "dtype": str(dtype).removeprefix("torch."),

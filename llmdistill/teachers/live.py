@@ -132,6 +132,5 @@ class LiveSource(ModelSource):
             teacher.model,
             forward=teacher.forward,
             vocabulary=plan.models.vocabulary,
-            compiled=plan.compiles,
-            fused=plan.liger,
+            layer_kernels=plan.layer_kernels,
         )

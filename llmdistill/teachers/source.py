@@ -17,6 +17,7 @@ from llmdistill.config.teacher import CacheConfig, TeacherConfig
 from llmdistill.errors import UserError
 from llmdistill.models.heads import HeadName
 from llmdistill.step.method import Method
+from llmdistill.step.tap_models import LayerKernels
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.rows import Request
 
@@ -86,9 +87,7 @@ class TeacherPlan(Protocol):
     @property
     def folder(self) -> Path: ...
     @property
-    def compiles(self) -> bool: ...
-    @property
-    def liger(self) -> bool: ...
+    def layer_kernels(self) -> LayerKernels: ...
 
 
 @dataclass(frozen=True)

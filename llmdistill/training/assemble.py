@@ -100,7 +100,7 @@ def check_machine(plan: Plan) -> None:
         on_every(lambda: source.check_there(plan))
     on_every(batch_source(plan).check_there)
     on_main(lambda: check_access(plan.config.train.report_to or []))
-    if plan.compiles:
+    if plan.layer_kernels == "compiled":
         check_compilers(world.device)
     if plan.config.train.liger is True:
         check_liger(plan, world.device)
@@ -171,7 +171,7 @@ def make_trainer(
         # A loader of its own, because that of the run may read a stream.
         first_batch = lambda: data.loader(share_of(plan)).micro_batches(0)[0]  # noqa: E731  # used here alone
         trained_by = plan.source.build(TeacherContext(plan, data, teacher, first_batch))
-    if plan.compiles:
+    if plan.layer_kernels == "compiled":
         print_main("Note        the layers are compiled, once: the first steps take longer (train.compile)")
     embeddings = None
     if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
@@ -188,8 +188,7 @@ def make_trainer(
             forward=engine,
             projectors=projectors,
             vocabulary=plan.models.vocabulary,
-            compiled=plan.compiles,
-            fused=plan.liger,
+            layer_kernels=plan.layer_kernels,
         ),
         teacher=trained_by,
         method=method,

@@ -97,7 +97,7 @@ def _write(plan: Plan, job: Job, missing: Sequence[int], scorer: Callable[..., A
         write_by_scorer(job, missing, vllm.score)
         return
     live = make_teacher(plan, name=job.settings.teacher)
-    teacher = tap_teacher(plan.method, live.model, forward=live.forward, compiled=plan.compiles, fused=plan.liger)
+    teacher = tap_teacher(plan.method, live.model, forward=live.forward, layer_kernels=plan.layer_kernels)
     if plan.method.token_terms:
         check_losses({"teacher": teacher}, job.batch(job.shards[0][0]).to(World.current().device))
         if job.has_head and not teacher.shortcut:

@@ -25,6 +25,7 @@ from llmdistill.runtime.ds_check import check_ds_config, check_zero
 from llmdistill.runtime.ds_config import is_shipped, read_ds_config
 from llmdistill.runtime.engine import BatchSplit, split_batch, student_ds_config
 from llmdistill.runtime.launch import launched_ranks
+from llmdistill.step.tap_models import LayerKernels
 from llmdistill.students.sizes import build_planned
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Task
@@ -99,14 +100,10 @@ class Plan:
         return source_of(self.config.teacher, translates=self.models.translates)
 
     @property
-    def compiles(self) -> bool:
-        """Whether the layers of its models are compiled on this machine."""
-        return compiles(self, World.current().device)
-
-    @property
-    def liger(self) -> bool:
-        """Whether the layers of its models run Liger's kernels on this machine."""
-        return runs_liger(self, World.current().device)
+    def layer_kernels(self) -> LayerKernels:
+        """What the layers of its models run on this machine."""
+        device = World.current().device
+        return "compiled" if compiles(self, device) else "liger" if runs_liger(self, device) else "transformers"
 
     @property
     def runs_teacher(self) -> bool:

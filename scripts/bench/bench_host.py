@@ -130,7 +130,7 @@ def make_rows(layers: int, device: torch.device) -> dict[str, Row]:
     def answers() -> None:
         draws = RowDraws(range(PROMPTS))
         with inference(teacher, answering):
-            list(new_tokens(teacher, prompts, answering, at_once=AT_ONCE, synced=False, draws=draws))
+            list(new_tokens(teacher, prompts, answering, at_once=AT_ONCE, draws=draws))
 
     def scoring() -> None:
         with label_loss(teacher, shift=True) as loss_of:

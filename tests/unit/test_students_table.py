@@ -75,7 +75,7 @@ class Row:
         settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=[WORDS - 1], pad_token_id=0)
         prompts = [_IDS[0, :5].tolist(), _IDS[1, :3].tolist(), _IDS[1, :8].tolist(), _IDS[0, :2].tolist()]
         with inference(self.teacher, settings):
-            answers = dict(new_tokens(self.teacher, prompts, settings, at_once=2, synced=False))
+            answers = dict(new_tokens(self.teacher, prompts, settings, at_once=2))
         for prompt, answer in ((prompts[row], answers[row]) for row in range(len(prompts))):
             with torch.no_grad():
                 logits = self.teacher(torch.tensor([[*prompt, *answer]])).logits[0]

@@ -22,7 +22,7 @@ def answers_of(model, *, at_once, ngram=0, draws=None, count=None, prompts=PROMP
         max_new_tokens=LIMIT, do_sample=False, eos_token_id=ENDS, pad_token_id=0, no_repeat_ngram_size=ngram
     )
     with inference(model, settings):
-        rows = dict(new_tokens(model, prompts, settings, at_once=at_once, synced=False, draws=draws, count=count))
+        rows = dict(new_tokens(model, prompts, settings, at_once=at_once, draws=draws, count=count))
     return [rows[row] for row in range(len(prompts))]
 
 

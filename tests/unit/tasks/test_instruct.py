@@ -21,7 +21,7 @@ from llmdistill.data.sources import check_rows
 from llmdistill.generation.decode import Decoding, generate_passes
 from llmdistill.methods import METHODS
 from llmdistill.tasks.base import LoadedModel
-from llmdistill.tasks.instruction_scores import score_model, score_sets
+from llmdistill.tasks.instruction_scores import read_sets, score_sets
 from llmdistill.tasks.instruction_sets import suite_sets
 from llmdistill.tasks.instructions import InstructionData, Instructions
 from llmdistill.tasks.rouge import rouge_l
@@ -144,7 +144,7 @@ def test_bad_prompts_are_found_before_any_generation_and_any_model(model, tokeni
     tokenizer.save_pretrained(tmp_path / "model")
     rows = [{"instruction": each.instruction, "input": each.input, "output": each.outputs} for each in EXAMPLES]
     data = {"bad": str(write_rows(tmp_path / "bad.jsonl", rows))}
-    refuses("bad.jsonl:3", score_model, str(tmp_path / "model"), data, GenerationConfig(), shorter)
+    refuses("bad.jsonl:3", read_sets, str(tmp_path / "model"), data, GenerationConfig(), shorter)
 
 
 def test_sets_by_name_come_from_the_hub_or_the_package_or_a_folder(tmp_path):
