@@ -17,6 +17,7 @@ from llmdistill.batch import Mapped
 from llmdistill.config import StudentConfig, TrainConfig
 from llmdistill.data.prompts import record_prompt
 from llmdistill.errors import UserError
+from llmdistill.internals.deepspeed_names import judge_by_norm
 from llmdistill.models.companions import save_model
 from llmdistill.models.forms import finish, learns_by_a_form
 from llmdistill.models.pooling import DENSE, dense_of, read_sentence_settings, save_dense, save_pooling
@@ -157,6 +158,7 @@ def build_engine(model: PreTrainedModel, ds_config: dict[str, Any], settings: Tr
     groups = parameter_groups(model, settings.weight_decay)
     with Activity("Starting DeepSpeed"):  # which may compile an optimizer
         engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
+    judge_by_norm(engine, in_fp32=default_device().type != "cpu")  # a CPU would lose digits over so many numbers
     return engine
 
 

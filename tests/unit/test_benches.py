@@ -16,6 +16,7 @@ import bench_llama
 import bench_scale
 import bench_serve
 import bench_tokens
+import bench_zero
 import benching
 import peer_rows
 import pytest
@@ -198,6 +199,13 @@ def test_operations_are_counted_without_views_and_a_calibration_adds_few():
     assert counts["KD step"] < 1.25 * counts["plain step"]
     assert counts["scoring"] < 1.5 * counts["plain forward pass"]
     assert counts["answers"] < counts["plain generate"]
+
+
+def test_a_step_without_deepspeed_moves_what_it_must():
+    """In bytes per parameter: gradients read for the norm, cast, scaled, AdamW's reads and writes, weights cast."""
+    found = bench_zero.floor()
+    assert found.bytes == pytest.approx(2 + (2 + 4) + (4 + 4) + 7 * 4 + (4 + 2), abs=0.01)
+    assert 3 < found.operations < 4
 
 
 def test_growth_is_the_ratio_of_the_rounds_over_that_of_the_products():
