@@ -13,9 +13,9 @@ from llmdistill.data.sampler import Share
 from llmdistill.models.load import load_model
 from llmdistill.step.tap_models import tap_student
 from llmdistill.teachers.cache.folder import CacheFolder
+from llmdistill.teachers.cache.origin import check_cache
 from llmdistill.teachers.cache.teacher import CachedTeacher
 from llmdistill.teachers.rows import Request
-from llmdistill.training import cache
 from llmdistill.training.plan import Plan
 
 SMALL = CacheConfig(micro_batch_size=3, shard_tokens=150)
@@ -28,7 +28,7 @@ def model(folder: Path, seed: int, kind: type[Any] = LlamaForCausalLM) -> Path:
 
 
 def checked(planned, folder: Path, *arguments: str) -> None:
-    cache.check_cache(*planned("--teacher.cache", str(folder), *arguments))
+    check_cache(*planned("--teacher.cache", str(folder), *arguments))
 
 
 def batches(plan: Plan, data: Any, size: int = 5) -> list[Batch]:

@@ -23,7 +23,6 @@ from llmdistill.config.teacher import CacheConfig
 from llmdistill.methods import Method, build_method
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import build_meta, build_random
-from llmdistill.planning.cache_forecast import trace_cache
 from llmdistill.planning.layout import CACHED, Layout, Sizes, Zero
 from llmdistill.planning.step import ForecastModels, trace_step
 from llmdistill.runtime.devices import TORCH_DTYPES
@@ -32,6 +31,7 @@ from llmdistill.runtime.engine import add_projectors, build_engine, set_training
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher
+from llmdistill.teachers.cache.trace import trace_cache
 
 TaughtBy = Callable[[TappedModel, Method], Teacher]
 """Puts something in the place of the live teacher."""

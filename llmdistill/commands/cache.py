@@ -44,7 +44,7 @@ def cache(arguments: Sequence[str]) -> None:
     config, _ = parse_run([*rest, "--output_dir", str(parsed.output)], METHODS)
     # Imported below so that --help and errors in the arguments do not wait for torch.
     from llmdistill.runtime.distributed import process_group
-    from llmdistill.training.cache import make_cache
+    from llmdistill.teachers.cache.making import make_cache
     from llmdistill.training.plan import make_plans
     from llmdistill.training.written_data import with_written_data
 

@@ -24,8 +24,8 @@ from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.terminal import quiet_transformers
 
 if TYPE_CHECKING:
-    from llmdistill.planning.cache_forecast import CacheForecast, Counts
-    from llmdistill.planning.choices import LayoutChoice
+    from llmdistill.planning.choices import CacheForecast, LayoutChoice
+    from llmdistill.teachers.cache.trace import Counts
     from llmdistill.training.plan import Plan
 
 
@@ -57,8 +57,7 @@ def plan(arguments: Sequence[str]) -> None:
     settings = build(parsed.cache, CacheConfig, prefix="--cache.")
     config, _ = parse_run(words, METHODS)
     # Imported here so that --help does not wait for torch and transformers.
-    from llmdistill.planning.cache_forecast import CacheRequest
-    from llmdistill.planning.choices import DS_CONFIGS, explain_choice, make_choices, propose
+    from llmdistill.planning.choices import DS_CONFIGS, CacheRequest, explain_choice, make_choices, propose
 
     quiet_transformers()
     resolved = resolve(config, "bf16" if machine.gpus else "fp32")
@@ -144,7 +143,7 @@ def resolve(config: RunConfig, dtype: Literal["bf16", "fp32"] = "bf16") -> Plan:
 
 def count_data(plan: Plan) -> Counts | None:
     """Read and count the training set of a run; None if the run can have no cache."""
-    from llmdistill.training.cache import count_examples
+    from llmdistill.teachers.cache.making import count_examples
     from llmdistill.training.checks import can_cache
     from llmdistill.training.plan import make_plan
     from llmdistill.training.written_data import names_teacher, with_written_data

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from llmdistill.config.machine import MachineConfig
+from llmdistill.config.machine import MachineConfig, parse_bytes
+from llmdistill.config.teacher import CacheConfig
 from llmdistill.errors import UserError
-from llmdistill.planning.cache_forecast import CacheForecast, CacheRequest, count_positions, forecast_cache, shardings
-from llmdistill.planning.layout import CACHED, CUT, PARTS, SHARDINGS, Duration, Layout, Sizes, Zero
-from llmdistill.planning.step import build_models, full_batch, interpolate, trace_step
+from llmdistill.planning.layout import (
+    CACHED,
+    CUT,
+    PARTS,
+    SHARDINGS,
+    TEACHER_ZERO,
+    Duration,
+    Layout,
+    Sizes,
+    Zero,
+    read_seconds,
+    shardings,
+)
+from llmdistill.planning.step import ForecastModels, build_models, full_batch, interpolate, trace_step
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import split_batch
+from llmdistill.teachers.cache.folder import CACHE_FILE, read_cache_record
+from llmdistill.teachers.cache.making import check_top_k
+from llmdistill.teachers.cache.trace import CacheTrace, Counts, count_positions, trace_cache
 from llmdistill.teachers.tensor_parallel import CutSizes
 from llmdistill.training.checks import can_cache
 from llmdistill.training.plan import Plan
@@ -23,6 +39,46 @@ DS_CONFIGS = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """The shipped DeepSpeed configurations, the simplest first."""
 _ALIKE = 1.02
 """Times of a step whose ratio is smaller count as equal: the simpler setting is then proposed."""
+_MOST_TEACHERS = 100
+"""A cache is not proposed if it takes more than so many times the bytes of the teacher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheRequest:
+    """The cache that a run may read; teacher.cache, if the run sets it, takes precedence."""
+
+    folder: str = "cache"
+    settings: CacheConfig = field(default_factory=CacheConfig)
+    counts: Counts | None = None
+    """The training set, if it was counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheForecast:
+    """The cache of a run, its size, and its build time."""
+
+    folder: str
+    settings: CacheConfig
+    is_there: bool
+    """Whether the cache is there already."""
+    sharding: str
+    """The simplest teacher.sharding with which it can be built."""
+    fits: bool
+    """Whether the teacher fits with it."""
+    bytes_per_token: float
+    """Bytes of the shards for each token of the examples; the head comes on top."""
+    counts: Counts | None
+    """The training set; None if the number of its examples is not known."""
+    counted: bool
+    """Whether the training set was counted; else its examples are as long as they may be."""
+    bytes: int | None
+    """Bytes of the whole cache; None without `counts`."""
+    seconds: float | None
+    """Seconds to build it on the machine, without loading the teacher; None without `counts`."""
+    seconds_per_step: float
+    """The same, spread over the steps of the run; 0 if the cache is there."""
+    is_sensible: bool
+    """Whether it is there, or its size is known and neither out of proportion to the teacher nor to the disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +216,61 @@ def make_choices(
             )
             choices.append(choice)
     return choices
+
+
+def forecast_cache(
+    plan: Plan, models: ForecastModels, requested: CacheRequest, sizes: Sizes, machine: MachineConfig
+) -> tuple[CacheTrace, CacheForecast]:
+    """Trace the contents of a run's cache, and forecast its size and the time to make it on all GPUs of a machine.
+
+    Without a count of the training set, the forecast assumes an example for each row of the run's steps, or of one
+    epoch, each as long as it may be. Raises UserError if the number of tokens to keep is not below the vocabulary, or
+    an existing cache is damaged.
+    """
+    folder_of_run, train = plan.config.teacher.cache, plan.config.train
+    settings, folder = requested.settings, requested.folder if folder_of_run is None else folder_of_run
+    is_there = (Path(folder) / CACHE_FILE).is_file()
+    if is_there and folder_of_run is not None:
+        # An existing cache has the settings it was made with.
+        settings = CacheConfig(**read_cache_record(Path(folder))["settings"])
+    check_top_k(settings, plan.models.compared_tokens)
+    assert models.teacher is not None
+    batch = full_batch(plan, settings.micro_batch_size)
+    trace = trace_cache(models.teacher, plan.method, batch, settings, models.vocabulary)
+    example, counts = full_batch(plan, plan.task.rows_per_example), requested.counts
+    if counts is None and train.epochs is None:
+        counts = count_positions(example, train.steps * train.global_batch_size)
+    for sharding in shardings(machine):  # the simplest with which the teacher's pass fits, else the last
+        layout = Layout(zero=TEACHER_ZERO, sizes=sizes, teacher=sharding, machine=machine)
+        needed = layout.reserved({"activations": trace.peak, **layout.resident_teacher})
+        fits = sum(needed.values()) <= machine.memory_bytes
+        if fits:
+            break
+    positions = counts or count_positions(
+        example, train.global_batch_size
+    )  # without a number of steps, those of one step give the rates
+    passes = positions["tokens"] / (machine.ranks * trace.micro_batch["tokens"])  # micro batches of each rank
+    seconds = passes * layout.pass_seconds(trace.work)
+    seconds += read_seconds(
+        trace.row_bytes(positions) / machine.ranks, machine
+    )  # a disk is written as fast as it is read
+    steps = train.steps if train.epochs is None else train.epochs * positions["sequences"] / train.global_batch_size
+    size = None if counts is None else trace.shard_bytes(counts) + trace.head_bytes
+    largest = min(_MOST_TEACHERS * sizes.teacher_bytes, parse_bytes(machine.cache_space, field="cache_space"))
+    return trace, CacheForecast(
+        folder=folder,
+        settings=settings,
+        is_there=is_there,
+        sharding=str(layout.teacher),
+        fits=fits,
+        bytes_per_token=trace.shard_bytes(positions) / max(1, positions["tokens"]),
+        counts=counts,
+        counted=requested.counts is not None,
+        bytes=size,
+        seconds=None if counts is None else seconds,
+        seconds_per_step=0.0 if is_there else seconds / steps,
+        is_sensible=is_there or (size is not None and size <= largest),
+    )
 
 
 def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None) -> LayoutChoice:

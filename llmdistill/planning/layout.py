@@ -345,3 +345,9 @@ def _time_products(work: Work, machine: MachineConfig) -> float:
 def _effective_bandwidth(machine: MachineConfig, gigabytes: float) -> float:
     """Return the bytes per second that a bandwidth in GB/s reaches in practice."""
     return 1e9 * gigabytes * machine.bandwidth_share
+
+
+def shardings(machine: MachineConfig) -> list[str]:
+    """Return the values of teacher.sharding that differ from the simpler ones on a machine."""
+    differs = {"node": machine.nodes > 1 and machine.ranks_of_node > 1, "zero3": machine.ranks > 1}
+    return [sharding for sharding in SHARDINGS if differs.get(sharding, True)]

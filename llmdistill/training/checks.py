@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmdistill.config.teacher import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.losses.fused.triton import available
 from llmdistill.models.forms import chosen_forms
 from llmdistill.step import liger
 from llmdistill.step.compile import check_compilers
 from llmdistill.students.sizes import build_planned
-from llmdistill.teachers.remote import vllm_number_obstacle
-from llmdistill.training.rules import CACHE_BY_VLLM, CACHED_TEACHER, COMPILE, check_conditions, clash
+from llmdistill.training.rules import COMPILE, check_conditions, clash
 
 if TYPE_CHECKING:
     from llmdistill.training.plan import Plan
@@ -33,13 +31,6 @@ def check_plan(plan: Plan) -> None:
     if plan.source is not None:
         plan.source.settings_of(plan.config.teacher)
         plan.source.check_plan(plan)
-
-
-def check_can_cache(plan: Plan) -> None:
-    """Raise a UserError if no cache can take the place of a run's teacher."""
-    obstacle = clash(plan, CACHED_TEACHER)
-    if obstacle is not None:
-        raise UserError(obstacle)
 
 
 def compiles(plan: Plan, device: torch.device) -> bool:
@@ -77,20 +68,6 @@ def check_liger(plan: Plan, device: torch.device) -> None:
         )
 
 
-def vllm_obstacle(plan: Plan) -> str | None:
-    """Why vLLM cannot fill the cache of a run, with a remedy; None if it can."""
-    return clash(plan, CACHE_BY_VLLM) or vllm_number_obstacle(plan, remedy="take --cache.engine hf")
-
-
 def can_cache(plan: Plan) -> bool:
     """Whether a cache can take the place of a run's teacher, and the same command does not make this teacher first."""
-    return plan.before is None and clash(plan, CACHED_TEACHER) is None
-
-
-def check_top_k(settings: CacheConfig, compared_tokens: int) -> None:
-    """Raise a UserError if the settings of a cache keep as many tokens as there are."""
-    if settings.stored_top_k is not None and settings.stored_top_k >= compared_tokens:
-        raise UserError(
-            f"--cache.top_k is {settings.top_k}, but teacher and student share {compared_tokens} tokens: give "
-            "less, or take --cache.content hidden_states"
-        )
+    return plan.before is None and plan.cache_obstacle is None

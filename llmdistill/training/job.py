@@ -29,10 +29,10 @@ from llmdistill.students.counting import build_reference, count_parameters
 from llmdistill.students.speed import describe_speed
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
+from llmdistill.teachers.cache.origin import check_cache
 from llmdistill.teachers.live import TeacherOnDemand
 from llmdistill.training import assemble
 from llmdistill.training.batches import batch_source
-from llmdistill.training.cache import check_cache
 from llmdistill.training.calibration import check_calibration
 from llmdistill.training.callbacks.base import Accumulator, Callback
 from llmdistill.training.callbacks.best import read_best

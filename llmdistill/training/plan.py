@@ -29,6 +29,7 @@ from llmdistill.step.tap_models import LayerKernels
 from llmdistill.students.sizes import build_planned
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Task
+from llmdistill.teachers.remote import vllm_number_obstacle
 from llmdistill.teachers.source import ResolvedTeacher, TeacherSource
 from llmdistill.teachers.sources import source_of
 from llmdistill.training.checks import check_plan, compiles, runs_liger
@@ -45,8 +46,8 @@ from llmdistill.training.resolved import (
     teachers_of,
     tokenizer_path,
 )
-from llmdistill.training.rules import check_settings
-from llmdistill.training.run_folder import with_earlier_defaults
+from llmdistill.training.rules import CACHE_BY_VLLM, CACHED_TEACHER, check_settings, clash
+from llmdistill.training.run_folder import data_contents, with_earlier_defaults
 from llmdistill.training.start import settle
 from llmdistill.training.trackers import check_libraries
 
@@ -104,6 +105,20 @@ class Plan:
         """What the layers of its models run on this machine."""
         device = World.current().device
         return "compiled" if compiles(self, device) else "liger" if runs_liger(self, device) else "transformers"
+
+    @property
+    def cache_obstacle(self) -> str | None:
+        """Why no cache can take the place of its teacher; None if one can."""
+        return clash(self, CACHED_TEACHER)
+
+    @property
+    def vllm_obstacle(self) -> str | None:
+        """Why vLLM cannot fill its cache, with a remedy; None if it can."""
+        return clash(self, CACHE_BY_VLLM) or vllm_number_obstacle(self, remedy="take --cache.engine hf")
+
+    def data_contents(self) -> dict[str, str]:
+        """Return the fingerprints of what gives its examples; see `run_folder.data_contents`."""
+        return data_contents(self.config)
 
     @property
     def runs_teacher(self) -> bool:

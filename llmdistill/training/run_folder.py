@@ -90,6 +90,16 @@ def input_fingerprints(values: Mapping[str, Any], *, made_below: str | Path | No
     }
 
 
+def data_contents(config: RunConfig) -> dict[str, str]:
+    """Return the fingerprints of what gives the examples of a run, the training data and a task's files, by key."""
+    values = to_dict(config)
+    # The caches that a recipe names may be the ones that are made.
+    values["teacher"] = {**values["teacher"], "cache": None, "others": {}}
+    contents = input_fingerprints(values, made_below=None)
+    # data.train and data.task: data.valid gives no examples.
+    return {key: each for key, each in contents.items() if key.startswith("data.t")}
+
+
 def task_reference(data: Mapping[str, Any]) -> dict[str, str]:
     """Return the folder of a task's own files by its key, from the settings of the data; empty if they name none."""
     task = data["task"]

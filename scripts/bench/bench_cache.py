@@ -32,10 +32,10 @@ from llmdistill.models.load import load_model
 from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache.folder import CacheFolder
+from llmdistill.teachers.cache.making import make_cache
 from llmdistill.teachers.cache.teacher import CachedTeacher
 from llmdistill.teachers.live import make_teacher
 from llmdistill.teachers.rows import Request
-from llmdistill.training.cache import make_cache
 from llmdistill.training.plan import make_plan
 
 KEPT = {"kd": ("hidden_states", "top_k"), "makd": ("hidden_states",)}

@@ -1,1 +1,1 @@
-"""The cache of a teacher: its folder, what writes it, and the teacher that reads it."""
+"""The cache of a teacher: its folder, what makes it, what it comes from, and the teacher that reads it."""

@@ -1,4 +1,4 @@
-"""A teacher's outputs as rows of single examples and back; the losses of a cache are in tests/unit/training/cache."""
+"""A teacher's outputs as rows of single examples and back; the losses of a cache are in tests/unit/teachers/cache."""
 
 from dataclasses import replace
 

@@ -14,7 +14,7 @@ from llmdistill.config.teacher import CacheConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.training import cache
+from llmdistill.teachers.cache.making import engine_of, make_cache
 
 from stand_in_vllm import install
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_made_is_refused(planned, made, tmp_path):
         ([], SMALL, tmp_path, "the folder is not empty and holds no teacher's cache"),
         ([], other, made(), "it holds another cache: settings.micro_batch_size was 3 and is now 4"),
     ):
-        refuses(said, cache.make_cache, *planned(*arguments), settings, folder)
+        refuses(said, make_cache, *planned(*arguments), settings, folder)
 
 
 URL = ("--teacher.url", "http://127.0.0.1:1")
@@ -116,7 +116,7 @@ def test_what_a_server_cannot_give_and_settings_that_contradict_each_other_are_r
         refuses(said, planned, *words)
     said = "fills a cache with the 20 most likely tokens of teacher.top_k: leave --cache"
     for settings in (CacheConfig(engine="vllm"), CacheConfig(content="top_k", top_k=19)):
-        refuses(said, cache.make_cache, *planned(*URL, *TOP), settings, tmp_path / "cache")
+        refuses(said, make_cache, *planned(*URL, *TOP), settings, tmp_path / "cache")
 
 
 def test_vllm_is_refused_where_it_cannot_give_what_is_kept(planned, monkeypatch):
@@ -128,6 +128,6 @@ def test_vllm_is_refused_where_it_cannot_give_what_is_kept(planned, monkeypatch)
         (("--data.max_length", "512"), TOP_K, "generates a token after the 512 of data.max_length"),
     ):
         plan, _ = planned(*words)
-        assert cache.engine_of(plan, settings) == "hf"
+        assert engine_of(plan, settings) == "hf"
         with pytest.raises(UserError, match=f"--cache.engine vllm: .*{said}"):
-            cache.engine_of(plan, replace(settings, engine="vllm"))
+            engine_of(plan, replace(settings, engine="vllm"))

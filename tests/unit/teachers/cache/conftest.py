@@ -14,7 +14,7 @@ from caches import SMALL, model
 from llmdistill.config.command_line import parse_run
 from llmdistill.config.teacher import CacheConfig
 from llmdistill.methods import METHODS
-from llmdistill.training import cache
+from llmdistill.teachers.cache.making import make_cache
 from llmdistill.training.plan import Plan, make_plan
 
 
@@ -52,7 +52,7 @@ def made(planned, tmp_path_factory):
         key = (*arguments, settings)
         if key not in folders:
             folders[key] = tmp_path_factory.mktemp("cache") / "cache"
-            cache.make_cache(*planned(*arguments), settings, folders[key])
+            make_cache(*planned(*arguments), settings, folders[key])
         return folders[key]
 
     return make

@@ -21,15 +21,16 @@ from llmdistill.config.teacher import CacheConfig
 from llmdistill.data.sampler import Share
 from llmdistill.losses.agreement import divergence_from
 from llmdistill.methods import METHODS
-from llmdistill.planning.cache_forecast import CacheRequest, forecast_cache
+from llmdistill.planning.choices import CacheRequest, forecast_cache
 from llmdistill.planning.layout import Sizes
 from llmdistill.planning.step import build_models
 from llmdistill.step.tap_models import tap_teacher
-from llmdistill.teachers.cache import shards
+from llmdistill.teachers.cache import making, shards
 from llmdistill.teachers.cache.folder import CacheFolder
+from llmdistill.teachers.cache.making import count_examples, make_cache
+from llmdistill.teachers.cache.origin import check_cache
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
 from llmdistill.teachers.source import TeacherContext
-from llmdistill.training import cache
 from llmdistill.training.cost import estimate_cost
 from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan, make_plan
@@ -71,9 +72,9 @@ def test_a_classifier_teaches_from_a_cache_too(tmp_path):
     words += ["--data.task.dir", str(tmp_path / "glue"), "--train.dtype", "fp32", "--minilmv2.relation_heads", "4"]
     plan = make_plan(parse_run(words, METHODS)[0])
     data = plan.task.read(plan.models)
-    cache.make_cache(plan, data, SMALL, tmp_path / "cache")
+    make_cache(plan, data, SMALL, tmp_path / "cache")
     again = make_plan(parse_run([*words, "--teacher.cache", str(tmp_path / "cache")], METHODS)[0])
-    cache.check_cache(again, data)
+    check_cache(again, data)
     found = assert_as_live(plan, cached(again, tmp_path / "cache"), batches(plan, data))
     assert {"sequence_forward_kl", "relation_qq"} <= {name.rpartition(".")[2] for name in found}
 
@@ -127,9 +128,9 @@ def test_a_cache_from_before_a_setting_goes_on(planned, broken):
     del record["settings"]["dtype"]
     (broken / "cache.json").write_text(json.dumps(record))
     (broken / "shards/00001.safetensors").unlink()
-    cache.make_cache(*planned(), SMALL, broken)
+    make_cache(*planned(), SMALL, broken)
     checked(planned, broken)
-    refuses("it holds another cache", cache.make_cache, *planned(), replace(SMALL, dtype="int8"), broken)
+    refuses("it holds another cache", make_cache, *planned(), replace(SMALL, dtype="int8"), broken)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_cache_from_before_a_setting_goes_on(planned, broken):
 )
 def test_forecast_of_its_size_is_its_size(planned, made, words, settings):
     plan, data = planned(*words)
-    models, counts = build_models(plan), cache.count_examples(plan, data)
+    models, counts = build_models(plan), count_examples(plan, data)
     vast = {place: 10**6 * number for place, number in counts.items()}
     asked = [CacheRequest(settings=settings, counts=each) for each in (counts, vast)]
     sizes = Sizes.of(models.student, models.teacher)
@@ -171,11 +172,11 @@ def test_an_interrupted_cache_goes_on_and_is_the_same(planned, made, tmp_path, m
 
     monkeypatch.setattr(shards, "write_tensors", dies)
     with pytest.raises(KeyboardInterrupt):
-        cache.make_cache(plan, data, SMALL, tmp_path / "cache")
+        make_cache(plan, data, SMALL, tmp_path / "cache")
     refuses("it has no cache.json, so it is an unfinished cache: go on", CacheFolder, tmp_path / "cache")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
     monkeypatch.setattr(shards, "write_tensors", write)
-    cache.make_cache(plan, data, SMALL, tmp_path / "cache")
+    make_cache(plan, data, SMALL, tmp_path / "cache")
     assert len(before) == 3
     assert before == {path: path.stat().st_mtime_ns for path in before}, "a file was written twice"
     again, whole = (
@@ -192,10 +193,10 @@ def test_a_finished_cache_is_left_alone_and_a_lost_file_is_made_again(planned, b
     content = lost.read_bytes()
     lost.unlink()
     refuses("00001.safetensors is missing; remove", checked, planned, broken)
-    cache.make_cache(plan, data, SMALL, broken)
+    make_cache(plan, data, SMALL, broken)
     assert (lost.read_bytes(), (broken / "cache.json").read_bytes()) == (content, before)
-    monkeypatch.setattr(cache, "make_teacher", None)
-    cache.make_cache(plan, data, SMALL, broken)
+    monkeypatch.setattr(making, "make_teacher", None)
+    make_cache(plan, data, SMALL, broken)
 
 
 def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, text_words):
@@ -203,7 +204,7 @@ def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, t
     words = [*text_words, "--method", "makd"]
     plan, data = planned(*words)
     folder = made(*words)
-    cache.check_cache(*planned(*words, "--teacher.cache", str(folder), "--seed", "3"))
+    check_cache(*planned(*words, "--teacher.cache", str(folder), "--seed", "3"))
     loader = data.loader(Share(seed=3, global_batch_size=20, micro_batch_size=20))
     assert len(loader.sequences) < 4 * 20, "the steps are of several epochs"
     found = [each for step in (0, 3) for each in loader.micro_batches(step)]
@@ -214,10 +215,10 @@ def test_texts_of_a_decoder_have_the_losses_of_the_live_teacher(planned, made, t
 
 def test_a_server_writes_the_likely_tokens_that_the_teacher_writes(planned, made, files, tmp_path, monkeypatch):
     expected = made(*PACKED, settings=replace(TOP_K, engine="hf"))
-    monkeypatch.setattr(cache, "make_teacher", lambda *_: pytest.fail("the server has the teacher"))
+    monkeypatch.setattr(making, "make_teacher", lambda *_: pytest.fail("the server has the teacher"))
     with serving(files["teacher"]) as server:
         plan, data = planned(*PACKED, "--teacher.url", server.url, "--teacher.top_k", "20")
-        record = cache.make_cache(plan, data, CacheConfig(micro_batch_size=4), tmp_path / "cache")
+        record = make_cache(plan, data, CacheConfig(micro_batch_size=4), tmp_path / "cache")
         assert len(server.asked) == record["examples"] + 1 == 26  # equal examples once, and the check's own
         found = batches(plan, data)
         asked = losses(plan, plan.source.build(TeacherContext(plan, data, TeacherOnDemand(plan))), found)
@@ -233,8 +234,8 @@ def test_vllm_writes_the_likely_tokens_that_the_teacher_writes(planned, made, tm
     plan, data = planned(*PACKED)
     folder = made(*PACKED, settings=replace(TOP_K, engine="hf"))
     asked = install(monkeypatch)
-    monkeypatch.setattr(cache, "make_teacher", lambda *_: pytest.fail("vLLM loads the teacher itself"))
-    record = cache.make_cache(plan, data, TOP_K, tmp_path / "cache")
+    monkeypatch.setattr(making, "make_teacher", lambda *_: pytest.fail("vLLM loads the teacher itself"))
+    record = make_cache(plan, data, TOP_K, tmp_path / "cache")
     assert record["settings"]["engine"] == "vllm"
     assert not (folder / "head.safetensors").exists()
     assert [each["max_logprobs"] for each in asked if "model" in each] == [20]
