@@ -11,7 +11,7 @@ from llmdistill.errors import UserError
 METRICS_LOG = "metrics.jsonl"
 
 TOP_SHARED, WRITER_GAP = "top_10_shared", "writer_gap"
-"""Columns of `training.batches.OwnAnswers`, which explains them."""
+"""Columns of `training.own_answers.OwnAnswers`, which explains them."""
 
 FIGURES = (
     *("step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "padding_share", "teacher_share"),

@@ -54,3 +54,8 @@ class RequestingLoader:
     def micro_batches(self, step: int) -> list[Batch]:
         """See Loader."""
         return [self.request(batch) for batch in self.loader.micro_batches(step)]
+
+
+def with_requests(loader: Loader, teacher: Teacher | None) -> Loader:
+    """Return a loader whose batches a teacher that answers later gets as soon as they are made."""
+    return RequestingLoader(loader, teacher.request) if isinstance(teacher, AsyncTeacher) else loader

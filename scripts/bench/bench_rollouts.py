@@ -17,10 +17,9 @@ import torch
 from benching import Work, bench_parser, measure, parse, run
 
 from llmdistill.embedded import locate
-from llmdistill.generation.rollout import Prompt, StudentWriter, Writer
-from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
 from llmdistill.models.companions import save_model
 from llmdistill.models.load import load_model
+from llmdistill.training.own_answers import Prompt, RolloutServer, ServerWriter, StudentWriter, Writer
 
 PROMPTS, TOKENS, NEW = 64, 64, 128
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from llmdistill.batch import Batch
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.data.sampler import Share, TrainLoader
-from llmdistill.generation.rollout import OnPolicyLoader, StudentWriter
+from llmdistill.training.own_answers import OnPolicyLoader, StudentWriter
 
 END = 1
 """Ends an answer: of random weights nearly none does."""

@@ -21,13 +21,12 @@ from scipy import stats
 from llmdistill.config import FactorizeConfig, StudentConfig
 from llmdistill.embedded import locate
 from llmdistill.errors import ServerLost
-from llmdistill.generation.rollout import Prompt
-from llmdistill.generation.rollout_server import RolloutServer
 from llmdistill.models.companions import save_model
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.report.metrics_log import WRITER_GAP
 from llmdistill.students.convert import compress_folder
+from llmdistill.training.own_answers import Prompt, RolloutServer
 
 from support import PATIENCE, environment, free_port, largest_difference, logged
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from llmdistill.config import TrainConfig
-from llmdistill.training.batches import OwnAnswers
 from llmdistill.training.callbacks.base import TrainState, check_order
 from llmdistill.training.callbacks.best import BestStudent
 from llmdistill.training.callbacks.finite import FiniteSteps
@@ -22,6 +21,7 @@ from llmdistill.training.callbacks.server import ServerAnswers
 from llmdistill.training.callbacks.stopping import Stopping
 from llmdistill.training.callbacks.uneven_terms import UnevenTerms
 from llmdistill.training.callbacks.validation import Validation
+from llmdistill.training.own_answers import OwnAnswers
 
 IN_ORDER = (
     *(Stopping, ServerAnswers, FiniteSteps, LossWatch, UnevenTerms, OwnAnswers, Validation, BestStudent, LogRows),

@@ -12,10 +12,9 @@ from tiny import save_decoder, tiny_model
 from llmdistill.batch import IGNORE_INDEX
 from llmdistill.data.collate import Encoded, collate
 from llmdistill.errors import UserError
-from llmdistill.generation import rollout_server
-from llmdistill.generation.rollout import OnPolicyLoader, Prompt, StudentWriter
-from llmdistill.generation.rollout_server import RolloutServer, ServerWriter
 from llmdistill.models.load import load_model
+from llmdistill.training import own_answers
+from llmdistill.training.own_answers import OnPolicyLoader, Prompt, RolloutServer, ServerWriter, StudentWriter
 
 from support import train_loader
 
@@ -188,12 +187,12 @@ def test_a_server_that_keeps_its_cache_is_told_again(server, tmp_path, monkeypat
         return (200, {"success": len(told) > 2}) if path == "/reset_prefix_cache" else answer(path, body)
 
     monkeypatch.setattr(server, "_answer", keeps)
-    monkeypatch.setattr(rollout_server.time, "sleep", lambda _: None)
+    monkeypatch.setattr(own_answers.time, "sleep", lambda _: None)
     made, _ = writer(server, tmp_path)
     made.write(0, PROMPTS)
     assert len(told) == 3
     told.clear()
-    monkeypatch.setattr(rollout_server, "_TRIES", 2)
+    monkeypatch.setattr(own_answers, "_TRIES", 2)
     with pytest.raises(UserError, match="it goes on answering others"):
         made.write(1, PROMPTS)
 
