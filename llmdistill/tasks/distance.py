@@ -24,11 +24,13 @@ HOPELESS = 3.0
 """Nats per token from which no sensible word is left: a perplexity of 24 becomes one of about 480."""
 _VERDICTS = {
     0.05: "hardly differs from its teacher",
-    0.3: "is close to its teacher",
+    0.15: "is close to its teacher",
+    0.5: "keeps most of what its teacher knows",
     1.0: "has lost much of what its teacher knows, which training can bring back",
     HOPELESS: "has lost most of what its teacher knows, and needs a long training",
 }
-"""Up to this divergence -> what is said of a student. SmolLM2-135M has 1.4 at 60 % of its parameters."""
+"""Up to this divergence -> what is said of a student. Of SmolLM2-135M: its int8 weights are at 0.005; students of 80 %
+at 0.37 untrained and 0.27 trained, with 0.8 and 0.9 of the teacher's ROUGE-L; one of 60 % at 1.6."""
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,10 @@ def test_so_many_tokens_are_read_and_no_row_is_cut():
 
 
 def test_the_words_follow_the_nats():
-    words = [Distance(nats, 20, 10, 5).verdict for nats in (0.01, 0.2, 0.9, 2, HOPELESS + 1)]
-    assert len(set(words)) == 5
+    words = [Distance(nats, 20, 10, 5).verdict for nats in (0.01, 0.1, 0.37, 0.9, 2, HOPELESS + 1)]
+    assert len(set(words)) == 6
     assert words[0] == "hardly differs from its teacher"
+    assert "most" in words[2], "with 0.8 of the teacher's ROUGE-L"
     assert "nothing" in words[-1]
 
 
