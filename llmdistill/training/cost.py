@@ -42,11 +42,16 @@ def forecast(plan: Plan, device: torch.device) -> str | None:
     sizes, item = plan.models.sizes, plan.models.dtype.itemsize
     held = sizes["student_params"] * (2 * item + STATE_BYTES) + plan.runs_teacher * sizes["teacher_params"] * item
     text = f"{estimated['tokens']:,} tokens of training at most"
-    tflops = _tflops(device)
-    if tflops is not None:
-        seconds = estimated["flops"] / (1e12 * tflops * MachineConfig().product_share * plan.world_size)
+    seconds = time_here(plan, estimated["flops"], device)
+    if seconds is not None:
         text += f", some {duration(seconds)} on this machine"
     return f"{text}; up to {byte_size(held)} for weights, gradients and optimizer. The start and the scores come on top"
+
+
+def time_here(plan: Plan, flops: float, device: torch.device) -> float | None:
+    """Return the seconds that so many operations take on the ranks of a plan, each a device such as this one."""
+    tflops = _tflops(device)
+    return None if tflops is None else flops / (1e12 * tflops * MachineConfig().product_share * plan.world_size)
 
 
 def _tflops(device: torch.device) -> float | None:
