@@ -386,7 +386,10 @@ class OtherTokens(NamedTuple):
 
 
 class JointRows(Protocol):
-    """Rows whose distributions follow from those of several heads; see `losses/several.py`."""
+    """Rows whose distributions follow from several heads, or from one that several ranks share.
+
+    See `losses/several.py` and `losses/vocabulary_shards.py`.
+    """
 
     @property
     def heads(self) -> tuple[HeadInputs, ...]:
@@ -395,7 +398,7 @@ class JointRows(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
+        """The number of rows; where ranks must ask for logits together, that of the rank which has most."""
         ...
 
     def cut(self, vocabulary: int | None) -> JointRows:
@@ -403,7 +406,7 @@ class JointRows(Protocol):
         ...
 
     def logits_at(self, here: slice) -> Tensor:
-        """The logits of some rows, (n, V), at least fp32."""
+        """The logits of some rows, (n, V); fewer, or none, where this rank has no more rows."""
         ...
 
 

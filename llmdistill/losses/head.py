@@ -56,7 +56,8 @@ def token_losses(
             weight the rows are the logits.
         teacher: the same of the teacher, which get no gradient, or its most likely tokens (then a divergence is that of
             `losses.top_k`), or rows in other tokens (`losses.other_tokens`), or the rows of several teachers
-            (`losses.several`); None if no term uses a divergence.
+            (`losses.several`) or of a head that ranks share (`losses.vocabulary_shards`), which must all call this
+            function with the same terms and sizes; None if no term uses a divergence.
         labels_N: the token id that each row predicts; IGNORE_INDEX is not allowed.
         terms: the C terms.
         factors: (C,), the factor of each sum in the total.
@@ -85,7 +86,11 @@ def token_losses(
                 # Bytes of an element.
                 size = (student.rows if student.weight is None else student.weight).element_size()
                 chunk = max(1, _CUDA_CHUNK_BYTES // (size * max(1, _vocabulary_size(head))))
-        half = (min(chunk, len(head.rows)) + 1) // 2
+        num_rows = end = len(head.rows)
+        if not (teacher is None or isinstance(teacher, HeadInputs | OtherTokens | TopK)):
+            teacher = teacher.cut(vocabulary)
+            end = teacher.num_rows  # more than there are here, if the ranks share the head and another has more rows
+        half = (min(chunk, end) + 1) // 2
         # Returns the teacher's side of some rows, at most `half` of them: the teacher's logits of a full chunk would
         # double the memory, while the student's products are faster on larger chunks.
         teacher_at: Callable[[slice], Tensor | TopK | SpanRows] | None = None
@@ -102,7 +107,7 @@ def token_losses(
         elif isinstance(teacher, TopK):
             teacher_at = teacher.at
         elif teacher is not None:
-            teacher_at = teacher.cut(vocabulary).logits_at
+            teacher_at = teacher.logits_at
         factors = factors.to(device=head.rows.device, dtype=exact)
         bound, unit = BoundTokenTerms(terms, factors), None
         if dtype == torch.float16:
@@ -112,11 +117,12 @@ def token_losses(
         gradients = _Gradients.of(student, needs, exact)
         sums = torch.zeros_like(factors)
         buffer = head.rows.new_empty(2 * half, _vocabulary_size(head))
-        for start in range(0, len(head.rows), 2 * half or 1):  # a step of 0, for no rows, would be an error
-            chunk_rows = slice(start, min(start + 2 * half, len(head.rows)))
+        for start in range(0, end, 2 * half or 1):  # a step of 0, for no rows, would be an error
+            stop = min(start + 2 * half, end)
+            chunk_rows = slice(min(start, num_rows), min(stop, num_rows))
             outputs_NV = _compute_outputs(head, chunk_rows, buffer)
-            for first in range(start, chunk_rows.stop, half):
-                here = slice(first, min(first + half, chunk_rows.stop))
+            for first in range(start, stop, half):
+                here = slice(first, min(first + half, stop))
                 of_teacher = None if teacher_at is None else teacher_at(here)
                 part_NV = outputs_NV[first - start : here.stop - start]
                 sums += chunk_losses(
