@@ -34,8 +34,8 @@ class OneTeacher:
     )
     """replicated: every rank holds the whole teacher; zero3: each rank holds its share, whatever the student's stage
     is; node: the ranks of each node share a whole one, so that no weights of the teacher travel between the nodes;
-    tensor: the same by tensor parallelism, so that sums of activations travel and no weights at all (method kd on
-    decoders)."""
+    tensor: the same by tensor parallelism, so that sums of activations and logits travel and no weights at all (method
+    kd on decoders)."""
     zero: dict[str, Any] = field(default_factory=dict, metadata=FREE)
     """Settings of zero_optimization for a sharded teacher, as DeepSpeed names them, such as
     {stage3_prefetch_bucket_size: 100000000, offload_param: {device: cpu}}. The stage is 3."""

@@ -21,6 +21,11 @@ from torch import Tensor
 from llmdistill.batch import HeadInputs, LogitScale
 
 
+def split_sizes(number: int, parts: int) -> tuple[int, ...]:
+    """Return the sizes of the parts into which `torch.tensor_split` divides a number of rows."""
+    return tuple(number // parts + (part < number % parts) for part in range(parts))
+
+
 class VocabularyShards(NamedTuple):
     """The rows of all ranks of a group, and this rank's part of the LM head that they all go through."""
 
@@ -73,13 +78,14 @@ class VocabularyShards(NamedTuple):
             outputs_nv = torch.addmm(self.bias.to(self.weight.dtype), rows_nK, self.weight.T)
         mine = counts[self.rank]
         received = outputs_nv.new_empty(mine * sum(self.sizes))
-        dist.all_to_all_single(
-            received,
-            outputs_nv.flatten(),
-            [mine * size for size in self.sizes],
-            [count * own for count in counts],
-            group=self.group,
-        )
+        if not received.is_meta:  # a forecast has no other ranks
+            dist.all_to_all_single(
+                received,
+                outputs_nv.flatten(),
+                [mine * size for size in self.sizes],
+                [count * own for count in counts],
+                group=self.group,
+            )
         # What was sent makes room before the columns of the ranks are put side by side.
         del outputs_nv
         blocks = received.split([mine * size for size in self.sizes])

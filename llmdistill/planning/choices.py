@@ -172,7 +172,13 @@ def make_choices(
     traces = {
         (on, cached): [
             replace(
-                trace_step(models, batch, checkpointing=on, cached=cache_trace if cached else None),
+                trace_step(
+                    models,
+                    batch,
+                    checkpointing=on,
+                    cached=cache_trace if cached else None,
+                    head_ranks=machine.ranks_of_node if not cached and cut is not None and cut.logit_bytes > 0 else 1,
+                ),
                 micro_batch_size=size,
             )
             for size, batch in ends
@@ -192,9 +198,9 @@ def make_choices(
             low, high = traces[checkpointing, is_cached]
             trace = interpolate(low, high, micro_batch_size)
             work = trace.student.plus(trace.teacher)
-            read = (
-                cache_trace.row_bytes(count_positions(ends[0][1], micro_batch_size)) if is_cached and cache_trace else 0
-            )
+            positions = count_positions(ends[0][1], micro_batch_size)
+            read = cache_trace.row_bytes(positions) if is_cached and cache_trace else 0
+            compared = sum(positions[place] for place in plan.method.teacher_positions)
             layout = Layout(
                 zero=zero,
                 sizes=sizes,
@@ -203,6 +209,7 @@ def make_choices(
                 accumulation_steps=steps,
                 # The pass of the teacher has the rows of all ranks of the node.
                 summed_bytes=0 if cut is None else cut.summed_bytes * tokens * micro_batch_size * machine.ranks_of_node,
+                exchanged_bytes=0 if cut is None else cut.logit_bytes * compared,
             )
             choice = LayoutChoice(
                 **vars(layout),

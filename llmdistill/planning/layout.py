@@ -188,6 +188,8 @@ class Layout:
     accumulation_steps: int = 1
     summed_bytes: float = 0
     """Bytes of activations that the ranks of a node add up in each micro batch, if the teacher is cut across them."""
+    exchanged_bytes: float = 0
+    """Bytes of the logits of a rank's positions in each micro batch, to which all ranks of the node contribute."""
 
     @property
     def sharers(self) -> int:
@@ -272,9 +274,9 @@ class Layout:
     @property
     def node_bytes(self) -> float:
         """The bytes that a rank sends in a step to the ranks of its node alone: those of a teacher of the node."""
-        if self.teacher == CUT:  # an all-reduce sends twice
-            ranks = self.machine.ranks_of_node
-            return 2 * (ranks - 1) / ranks * self.accumulation_steps * self.summed_bytes
+        if self.teacher == CUT:
+            ranks, sent = self.machine.ranks_of_node, 2 * self.summed_bytes + self.exchanged_bytes
+            return (ranks - 1) / ranks * self.accumulation_steps * sent  # an all-reduce sends twice
         return self._gathered_teacher_bytes if self.teacher == "node" else 0
 
     @property

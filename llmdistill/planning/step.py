@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, TeacherRows
+from llmdistill.losses.vocabulary_shards import VocabularyShards, split_sizes
 from llmdistill.methods import Method
 from llmdistill.models.adapters import cast_parameters
 from llmdistill.models.forms import adapt
@@ -122,12 +123,17 @@ def full_batch(plan: Plan, micro_batch_size: int) -> Batch:
 
 
 def trace_step(
-    models: ForecastModels, batch: Batch, *, checkpointing: bool, cached: Teacher | None = None
+    models: ForecastModels,
+    batch: Batch,
+    *,
+    checkpointing: bool,
+    cached: Teacher | None = None,
+    head_ranks: int = 1,
 ) -> StepTrace:
     """Trace the forward passes of both models and the backward pass of the student on one micro batch.
 
     Afterwards the student is in training mode. With `checkpointing` it recomputes its activations. A `cached` teacher
-    takes the place of a pass of the teacher.
+    takes the place of a pass of the teacher. `head_ranks` share the teacher's LM head by `teacher.sharding tensor`.
     """
     student, method, tracer = models.student, models.method, Tracer()
     with warnings.catch_warnings():
@@ -164,6 +170,9 @@ def trace_step(
         if teacher is not None:
             with torch.no_grad(), tracer.part("taps"):
                 teacher_outputs = teacher.compute_targets(batch, lm_head=method.teacher_positions)
+                if head_ranks > 1:
+                    shared = {place: _share_head(head, head_ranks) for place, head in teacher_outputs.lm_head.items()}
+                    teacher_outputs = replace(teacher_outputs, lm_head=shared)
             teacher_work = tracer.work
         terms = method.bind_terms(teacher_outputs, batch)
         # The outputs now belong to the terms alone, which drop each tap after its last use, as in a run.
@@ -181,6 +190,22 @@ def trace_step(
         # The tracer has counted both models.
         student=tracer.work.plus(teacher_work, -1.0),
         teacher=teacher_work,
+    )
+
+
+def _share_head(head: TeacherRows, ranks: int) -> VocabularyShards:
+    """Return what a rank has of a head that several share, if each of the others has as many rows."""
+    assert isinstance(head, HeadInputs), "a teacher that is cut is no other"
+    assert head.weight is not None, "its head is plain"
+    sizes = split_sizes(len(head.weight), ranks)
+    return VocabularyShards(
+        rows=(head.rows, *(head.rows.clone() for _ in sizes[1:])),
+        weight=head.weight[: sizes[0]],
+        bias=None if head.bias is None else head.bias[: sizes[0]],
+        scale=head.scale,
+        sizes=sizes,
+        rank=0,
+        group=None,
     )
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmdistill.batch import Batch, HeadInputs, Outputs, Positions, TeacherRows
 from llmdistill.batch import Sequences as SequencesOfRows
 from llmdistill.errors import UserError
-from llmdistill.losses.vocabulary_shards import VocabularyShards
+from llmdistill.losses.vocabulary_shards import VocabularyShards, split_sizes
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import has_family
 from llmdistill.models.general import layer_values
@@ -173,11 +173,6 @@ def load_tensor_parallel(path: str, *, dtype: torch.dtype, head: HeadName) -> Pr
         if cut in ("rowwise", "embedding"):
             module.register_forward_hook(add_up)
     return model.eval().requires_grad_(False)
-
-
-def split_sizes(number: int, parts: int) -> tuple[int, ...]:
-    """Return the sizes of the parts into which `torch.tensor_split` divides a number of rows."""
-    return tuple(number // parts + (part < number % parts) for part in range(parts))
 
 
 def _look_up_own_tokens(embedding: nn.Module, first: int) -> None:

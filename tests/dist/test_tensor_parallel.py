@@ -154,6 +154,8 @@ def test_a_teacher_that_cannot_be_cut_is_refused_in_one_sentence():
         read_plan(tiny_config("gpt2"), 2)
     with pytest.raises(UserError, match="of olmo2 as colwise"):
         read_plan(tiny_config("olmo2"), 2)
+    with pytest.raises(UserError, match="has factors or few bits, which cannot be cut"):
+        read_plan(tiny_config("llama", quantization_config={"quant_method": "llmdistill"}), 2)
 
 
 if __name__ == "__main__":

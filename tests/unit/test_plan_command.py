@@ -246,3 +246,20 @@ def test_micro_batches_between_two_traces(run):
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
     assert found.student.flops == pytest.approx(traces[3].student.flops, rel=1e-6)
     assert found.teacher.flops == pytest.approx(traces[3].teacher.flops, rel=1e-6)
+
+
+def test_ranks_that_cut_a_teacher_share_its_vocabulary_in_the_forecast(capsys, run):
+    words = (*run, *MACHINE, "--method", "kd", "--ds_config", "zero2", "--teacher.sharding")
+    whole, cut, cached = (
+        next(choice for choice in planned(capsys, *words, sharding)["choices"] if choice["teacher"] == teacher)
+        for sharding, teacher in (("replicated", "replicated"), ("tensor", "tensor"), ("tensor", "cached"))
+    )
+    # Two layers of 8 heads, two of which are of keys and values, an embedding and an LM head of 1,000 tokens, in bf16.
+    linears = 2 * (2 * 1024 * 1024 + 2 * 256 * 1024 + 3 * 2048 * 1024) + 2 * 1000 * 1024
+    assert whole["memory_bytes"]["teacher"] - cut["memory_bytes"]["teacher"] == linears * 2 / 2
+    # The other rank's inputs of the LM head, at the 111 labels of a row of 112 tokens.
+    assert cut["memory_bytes"]["taps"] - whole["memory_bytes"]["taps"] == 111 * 1024 * 2
+    assert cached["memory_bytes"]["taps"] == whole["memory_bytes"]["taps"]
+    # In 8 micro batches half of the sums, of the embedding too, goes out and in, and the logits of half the vocabulary.
+    assert cut["node_bytes"] == 8 * (2 * 112 * (5 * 1024) * 2 + 111 * 500 * 2)
+    assert whole["node_bytes"] == cached["node_bytes"] == 0

@@ -59,6 +59,7 @@ def test_a_teacher_that_is_cut_has_the_rest_whole_and_adds_up_within_its_node():
     assert parts(layout("zero1", "tensor", sizes=cut, gpus=2, nodes=2))["teacher"] == 16 - 12 / 2
     sent = replace(layout("zero1", "tensor", steps=2, sizes=cut), summed_bytes=10**9)
     assert sent.node_bytes == 2 * 3 / 4 * 2 * 10**9
+    assert replace(sent, exchanged_bytes=10**8).node_bytes == sent.node_bytes + 3 / 4 * 2 * 10**8  # it goes one way
 
 
 def test_teacher_of_a_node_is_shared_by_its_ranks_and_sends_within_it():
