@@ -16,9 +16,12 @@ from llmdistill.methods import METHODS, build_method
 from llmdistill.methods.kd import KdConfig
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.methods.minilm import MinilmConfig
+from llmdistill.models.families import layers_of
 from llmdistill.step import compile as compiling
+from llmdistill.step import tap_models
 from llmdistill.step.compile import check_compilers, compile_layers
 from llmdistill.step.forward import TappedModel
+from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.taps import Recorder
 from llmdistill.training.checks import compiles
 from llmdistill.training.plan import make_plan
@@ -172,6 +175,25 @@ def test_a_run_compiles_by_itself_where_it_can(words, device, compiled, monkeypa
 
     monkeypatch.setattr("llmdistill.training.checks.check_compilers", missing)
     assert compiles(plan, torch.device(device)) == ("true" in words)
+
+
+@pytest.mark.parametrize(("words", "family", "runs"), [
+    ([], "llama", "transformers"),
+    (["--train.compile", "true"], "llama", "compiled"),
+    (["--train.liger", "true"], "llama", "liger"),
+    (["--train.liger", "true"], "gpt2", "transformers"),
+])  # fmt: skip
+def test_both_models_run_the_kernels_of_the_run(words, family, runs, monkeypatch):
+    used = []
+    monkeypatch.setattr(tap_models, "use_liger", used.append)
+    plan = make_plan(parse_run(["--ds_config", "zero2", *words], METHODS)[0])
+    for tap in (tap_teacher, tap_student):
+        model = make(family, 0)
+        method = build_method(["kd"], {"kd": SETTINGS["kd"]}, model.config, model.config)
+        tapped = tap(method, model, layer_kernels=plan.layer_kernels)
+        assert ("forward" in vars(layers_of(model)[0])) == (runs == "compiled")
+        assert (used.pop() is model) if runs == "liger" else not used
+        tapped.remove()
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch):
