@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PureWindowsPath
-from typing import Any
+from typing import IO, Any
 
 from llmdistill.errors import UserError
 
@@ -282,6 +282,17 @@ def temporary_folder(final: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
+
+
+def try_lock(file: IO[str]) -> bool:
+    """Lock an open file until it is closed; False if another process holds it, and True where no locks are."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX lets a system choose between these two
+        return False
+    except OSError:
+        pass  # some network file systems have no locks
+    return True
 
 
 def apply_umask(path: Path) -> None:

@@ -25,7 +25,7 @@ def check_ds_config(resolved: dict[str, Any], path: str) -> None:
     with quiet_deepspeed():
         from deepspeed.runtime.config import DeepSpeedConfig
 
-        _validate(_top_level(), resolved, path)
+        _validate(top_level(), resolved, path)
         try:  # DeepSpeed computes the whole batch from its parts; the ranks may not have joined yet
             DeepSpeedConfig({key: value for key, value in resolved.items() if key != "train_batch_size"})
         except Exception as error:  # it compares settings with each other, by several types of exceptions
@@ -62,7 +62,7 @@ def quiet_deepspeed(level: int = logging.WARNING) -> Iterator[None]:
 
 
 @cache
-def _top_level() -> Any:
+def top_level() -> Any:
     """Return a pydantic model of all keys: DeepSpeed has models of most blocks, but none of the whole file."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import DeepSpeedMonitorConfig

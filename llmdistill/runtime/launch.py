@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -240,7 +240,13 @@ def prepare_joining(gpus: int | None) -> None:
         # It shall take the one through which this node reaches rank 0, and on rank 0's node that of the address itself.
         import psutil
 
-        own = [address for other in (master, _ELSEWHERE) if (address := _own_address(other)) is not None]
+        own: list[str] = []
+        for other in (master, _ELSEWHERE):
+            family, kind, protocol, _, address = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
+            # A datagram socket sends nothing here: the system only looks up the route, if there is one.
+            with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+                probe.connect(address)
+                own.append(str(probe.getsockname()[0]))
         # A zone such as the %eth0 of fe80::1%eth0 is no part of the address.
         outside = next(
             (address for address in own if not ipaddress.ip_address(address.split("%")[0]).is_loopback), None
@@ -249,18 +255,6 @@ def prepare_joining(gpus: int | None) -> None:
             if any(entry.address.split("%")[0] == outside for entry in addresses):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
                 break
-
-
-def _own_address(other: str) -> str | None:
-    """The address from which this node would send to another one."""
-    family, kind, protocol, _, address = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        try:
-            # A datagram socket sends nothing here: the system only looks up the route.
-            probe.connect(address)
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def time_batches(
                 inputs = {key: value.to(model.device) for key, value in batches[name][number].items()}
                 if is_causal(model.config):
                     inputs["use_cache"] = False  # a single pass needs no cache, and writing a cache takes time
-                passed = _timed(partial(works[name], inputs))
+                passed = timed(partial(works[name], inputs))
                 if number >= warmup:
                     seconds[name].append(passed)
     finally:
@@ -152,8 +152,9 @@ def check_length(name: str, config: PreTrainedConfig, length: int) -> None:
         raise UserError(f"length is {length}: {name} has positions for {positions} tokens; give {positions} or less")
 
 
-def _timed(work: Callable[[], None]) -> float:
-    start = timer()  # waits for a GPU
+def timed(work: Callable[[], None]) -> float:
+    """Return the seconds of a call; a GPU is waited for before and after."""
+    start = timer()
     work()
     return timer() - start
 

@@ -7,9 +7,9 @@ import inspect
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +29,7 @@ from llmdistill.models.forms import remove_forms
 from llmdistill.models.general import cache_argument
 from llmdistill.models.load import load_model
 from llmdistill.progress import Activity, progress
+from llmdistill.runtime.speed import timed
 from llmdistill.serving.comparison import compare, outputs_of, read_rows
 from llmdistill.serving.dense import Describe
 from llmdistill.students.counting import count_parameters
@@ -267,7 +268,7 @@ def _write_graph(model: PreTrainedModel, file: Path) -> _Graph:
     """Write the graph of a model, which keeps its attention implementation."""
     import onnx
 
-    program, inputs, outputs, axes = _prepare_trace(model)
+    program, inputs, outputs, axes = prepare_trace(model)
     implementation = attention_implementation(model)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -299,7 +300,7 @@ def _write_graph(model: PreTrainedModel, file: Path) -> _Graph:
     return _Graph(file, inputs, outputs)
 
 
-def _prepare_trace(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[str], dict[str, Any]]:
+def prepare_trace(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[str], dict[str, Any]]:
     """Return the function to export, examples of its inputs by name, the names of its outputs, and the free axes."""
     free = torch.export.Dim.DYNAMIC
     # torch.export takes sizes of 0 and 1 for constants, so each free axis has 2 or more here.
@@ -352,8 +353,6 @@ def _time_graphs(graphs: Mapping[str, _Graph], model: PreTrainedModel) -> dict[s
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in progress(range(_REPEATS + 1), "Timing", "rounds"):
         for name, (session, feed) in calls.items():
-            started = time.perf_counter()
-            session.run(None, feed)
-            times[name].append(1000 * (time.perf_counter() - started))
+            times[name].append(1000 * timed(partial(session.run, None, feed)))
     sizes = {f"{prefix}bytes": sum(file.stat().st_size for file in graph.files) for prefix, graph in graphs.items()}
     return sizes | {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round warms up

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from llmdistill.config.strict import flatten
 from llmdistill.config.teacher import OneTeacher, others_of
 from llmdistill.data.references import data_fingerprint
 from llmdistill.errors import UserError
-from llmdistill.files import is_unused, remove_abandoned, write_error, write_json
+from llmdistill.files import is_unused, remove_abandoned, try_lock, write_error, write_json
 from llmdistill.fingerprints import fingerprint
 from llmdistill.methods import METHODS
 from llmdistill.runtime.distributed import World, on_main
@@ -290,7 +289,7 @@ def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str
     if old is not None and len(record.get(_STEPS, ())) > len(old.get(_STEPS, ())):
         locks.append(_lock(folder))  # another process may be at the end that is forgotten
         # Before the record has the new steps: after a kill in between it is done again.
-        _forget_end(folder)
+        forget_end(folder)
     write_json(folder / RUN_FILE, record)
     # The record has made the folder in which the lock lies.
     locks += [] if locks else [_lock(folder)]
@@ -299,20 +298,15 @@ def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str
 def _lock(folder: Path) -> IO[str]:
     """Lock the folder until the returned file is closed; do nothing if the file system does not support locks."""
     file = (folder / LOCK_FILE).open("w", encoding="utf-8")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    # POSIX lets a system choose between these two for a lock that is taken.
-    except (BlockingIOError, PermissionError) as error:
+    if not try_lock(file):
         file.close()
         raise UserError(
             f"output_dir {folder}: another process is at this run; wait for it, stop it, or choose another folder"
-        ) from error
-    except OSError:
-        pass  # some network file systems have no locks
+        )
     return file
 
 
-def _forget_end(folder: Path) -> None:
+def forget_end(folder: Path) -> None:
     """Remove the results of a finished run, so that it resumes from its last checkpoint, and the best student so far.
 
     Rank 0 only.

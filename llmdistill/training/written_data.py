@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from llmdistill.config import RunConfig
 from llmdistill.config.generation import WriteConfig
@@ -14,7 +13,7 @@ from llmdistill.config.student import CalibrationConfig
 from llmdistill.data.references import TEACHER, parts_of
 from llmdistill.data.sources import DataKind
 from llmdistill.errors import UserError
-from llmdistill.files import cache_folder, write_error
+from llmdistill.files import cache_folder, try_lock, write_error
 from llmdistill.fingerprints import content_fingerprint
 from llmdistill.generation.self_written import ROWS, TEXT_TOKENS, choose_kind, request_of, write_data
 from llmdistill.messages import say
@@ -95,20 +94,7 @@ def written_file(model: str, settings: WriteConfig, kind: DataKind, cache_dir: s
 
 def write_once(model: str, settings: WriteConfig, kind: DataKind, path: Path) -> None:
     """Write the file unless it is finished, while no other process does; every rank must call this function."""
-    with _alone(path):
-        record = write_data(model, path, settings, kind=kind)
-    if World.current().is_main:
-        what = "chats" if kind == "instructions" else "texts"
-        say(
-            f"Data        {record['rows']:,} {what} of {record['tokens']:,} tokens, written by {model}: {path}",
-            aside=True,
-        )
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of a file for the block, on rank 0; another process is waited for."""
-    locks = []
+    locks = list[IO[str]]()  # of rank 0
 
     def lock() -> None:
         try:
@@ -116,20 +102,22 @@ def _alone(path: Path) -> Iterator[None]:
             locks.append(path.with_suffix(".lock").open("w", encoding="utf-8"))
         except OSError as error:
             raise write_error(path, error) from error
-        try:
-            fcntl.lockf(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+        if not try_lock(locks[0]):
             say(f"Note        another process writes {path}; this one waits for it", aside=True)
             fcntl.lockf(locks[0], fcntl.LOCK_EX)
-        except OSError:
-            pass  # some network file systems have no locks
 
     try:
         on_main(lock)
-        yield
+        record = write_data(model, path, settings, kind=kind)
     finally:
         for file in locks:
             file.close()
+    if World.current().is_main:
+        what = "chats" if kind == "instructions" else "texts"
+        say(
+            f"Data        {record['rows']:,} {what} of {record['tokens']:,} tokens, written by {model}: {path}",
+            aside=True,
+        )
 
 
 def _put(reference: str, path: Path) -> str:

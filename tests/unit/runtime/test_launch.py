@@ -89,11 +89,26 @@ def test_a_rank_without_a_gpu_or_without_the_address_of_rank_0_is_refused(monkey
 
 
 def test_nodes_talk_on_the_interface_towards_rank_0(monkeypatch):
-    def connected(address: str) -> dict[str, str]:
-        return {"wan": "198.51.100.7", "ib": "10.0.0.3", launch._ELSEWHERE: "198.51.100.7"}.get(address, address)
+    class Probe:
+        """A socket that the system routes to the network of the other address."""
 
-    monkeypatch.setattr(launch, "_own_address", connected)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __enter__(self) -> "Probe":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def connect(self, other: str) -> None:
+            self.own = {"wan": "198.51.100.7", "ib": "10.0.0.3", launch._ELSEWHERE: "198.51.100.7"}.get(other, other)
+
+        def getsockname(self) -> tuple[str, int]:
+            return self.own, 1
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda other, *_, **__: [(0, 0, 0, "", other)])
     links = {"lo": "127.0.0.1", "eth0": "198.51.100.7", "ib0": "10.0.0.3"}
     held = {name: [SimpleNamespace(address=address)] for name, address in links.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: held)

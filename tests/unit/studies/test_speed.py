@@ -33,7 +33,7 @@ def clock(monkeypatch):
         passed.append(work.args[-1])
         return float(next(seconds))
 
-    monkeypatch.setattr(speed, "_timed", timed)
+    monkeypatch.setattr(speed, "timed", timed)
     return passed
 
 

@@ -133,7 +133,7 @@ def test_a_stopped_run_without_an_end_of_its_schedule_ends_as_one_run(train, tmp
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert json.loads((stopped / "metrics.json").read_text())["warnings"] == []
     # A kill after the end is forgotten and before the new steps are noted leaves a run that the old command ends.
-    artifacts._forget_end(run)
+    artifacts.forget_end(run)
     train(run, *same)
     assert (run / "student").is_dir()
 
@@ -143,7 +143,7 @@ def test_the_best_student_so_far_stays_one(tmp_path):
     write_json(tmp_path / "best.json", record)
     (tmp_path / "student").mkdir()
     (tmp_path / "student" / "weights").write_text("best")
-    artifacts._forget_end(tmp_path)
+    artifacts.forget_end(tmp_path)
     assert read_best(tmp_path) == record
     assert (tmp_path / "best/step-1/weights").read_text() == "best"
     assert not (tmp_path / "student").exists()
