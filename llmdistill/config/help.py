@@ -44,7 +44,28 @@ def find_help_topic(words: Sequence[str]) -> str | None:
 def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str:
     """Return the help of the common settings (""), of all settings (`all`), or of a section such as train or makd."""
     if topic == "":
-        return _format_common(parser, methods)
+        by_key = {_key_of(action): action for action in actions(parser)}
+        lines = [f"usage: {parser.usage}", "", textwrap.fill(str(parser.description), 100), "", "common settings:"]
+        # The flags that are no settings of a run stand around them.
+        for key in ("recipe", *find_marked(RunConfig, "common"), "dry_run", "check"):
+            flag, text = f"  --{key}", " ".join(str(by_key[key].help).split())
+            text = re.split(r"(?<=\.) |; ", text, maxsplit=1)[0].rstrip(".") + "."  # the first sentence or clause
+            default = by_key[key].default
+            if default not in (None, False, argparse.SUPPRESS) and default != {}:
+                text += f" (default: {default})"
+            wrapped = textwrap.wrap(text, 118 - _WIDTH)
+            lines += [f"{flag:{_WIDTH}}{wrapped[0]}", *(" " * _WIDTH + line for line in wrapped[1:])]
+        plain = [section for section in _list_sections(parser) if section not in methods]
+        with_settings = [section for section in _list_sections(parser) if section in methods]
+        lines += [
+            "",
+            "more settings:",
+            f"  {'--help SECTION':{_WIDTH - 2}}{', '.join(plain)}, or a part such as student.lora",
+            f"  {'--help METHOD':{_WIDTH - 2}}{', '.join(with_settings)}",
+            f"  {f'--help {COMBINATIONS}':{_WIDTH - 2}}what does not go together",
+            f"  {'--help all':{_WIDTH - 2}}every setting",
+        ]
+        return "\n".join(lines) + "\n"
     if topic == ALL:
         return parser.format_help()
     others = [
@@ -65,31 +86,6 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
     finally:
         for action, text in zip(others, texts, strict=True):
             action.help = text
-
-
-def _format_common(parser: ArgumentParser, methods: Collection[str]) -> str:
-    by_key = {_key_of(action): action for action in actions(parser)}
-    lines = [f"usage: {parser.usage}", "", textwrap.fill(str(parser.description), 100), "", "common settings:"]
-    # The flags that are no settings of a run stand around them.
-    for key in ("recipe", *find_marked(RunConfig, "common"), "dry_run", "check"):
-        flag, text = f"  --{key}", " ".join(str(by_key[key].help).split())
-        text = re.split(r"(?<=\.) |; ", text, maxsplit=1)[0].rstrip(".") + "."  # the first sentence or clause
-        default = by_key[key].default
-        if default not in (None, False, argparse.SUPPRESS) and default != {}:
-            text += f" (default: {default})"
-        wrapped = textwrap.wrap(text, 118 - _WIDTH)
-        lines += [f"{flag:{_WIDTH}}{wrapped[0]}", *(" " * _WIDTH + line for line in wrapped[1:])]
-    plain = [section for section in _list_sections(parser) if section not in methods]
-    with_settings = [section for section in _list_sections(parser) if section in methods]
-    lines += [
-        "",
-        "more settings:",
-        f"  {'--help SECTION':{_WIDTH - 2}}{', '.join(plain)}, or a part such as student.lora",
-        f"  {'--help METHOD':{_WIDTH - 2}}{', '.join(with_settings)}",
-        f"  {f'--help {COMBINATIONS}':{_WIDTH - 2}}what does not go together",
-        f"  {'--help all':{_WIDTH - 2}}every setting",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _list_settings(parser: ArgumentParser) -> list[Any]:

@@ -145,7 +145,27 @@ class TableStudy(Study):
         left = [key for key in self.configs if key not in failed]
         seconds = {key: result.seconds or 0.0 for key, result in trained.items()}
         if self.table.suite is not None:
-            return measured | (self._score_side_by_side(left, seconds) if left else {})
+            # The models are scored as they are, by the only suite of a published table.
+            assert self.table.suite == phrases.SUITE.name
+            if not left:
+                return measured
+            run, folder = self.configs[left[0]], str(self.folder / phrases.SUITE.name)
+            named, file = [f"{key}={self.model(key)}" for key in left], str(_chunk_file(self.tasks.data_dir))
+            seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
+            config = ChunksConfig(model=named, data=file, output_dir=folder, dtype=run.train.dtype, **seeds)
+            scored = phrases.SUITE.score_models(config, command=self.command).results
+            for key in left:
+                entry = scored["models"][key]
+                layers = enumerate(entry["nmi"], start=1)
+                measured[key] = Measured(
+                    folder=folder,
+                    model=entry["path"],
+                    scores={(f"NMI-{layer}", "nmi"): [100 * value for value in nmi["seeds"]] for layer, nmi in layers},
+                    params=entry["params"],
+                    warnings=scored["warnings"] if key == left[0] else (),  # they are of all rows: named once
+                    seconds=seconds.get(key, 0.0),
+                )
+            return measured
         rows = [PlannedRow(key=key, trials=[self.fine_tuning(key)]) for key in left]
         with Progress(len(rows), self.describe) as shown:
             outcomes = self.run(rows, self.launcher.undivided, shown)  # each one divides the machine among its own
@@ -182,28 +202,6 @@ class TableStudy(Study):
         values |= {"trials_at_once": self.launcher.trials_at_once}
         settings = build_checked(FineTuningConfig, values, METHODS, prefix="tasks.")
         return FineTuning(title, {}, config.seed, settings, launcher_flags=self.launcher.flags)
-
-    def _score_side_by_side(self, keys: Sequence[str], seconds: Mapping[str, float]) -> dict[str, Measured]:
-        """Score the models of rows as they are, by the only suite of a published table."""
-        assert self.table.suite == phrases.SUITE.name
-        run, folder = self.configs[keys[0]], self.folder / phrases.SUITE.name
-        named, file = [f"{key}={self.model(key)}" for key in keys], str(_chunk_file(self.tasks.data_dir))
-        seeds: Any = {} if run.tasks.seeds is None else {"seeds": run.tasks.seeds}
-        config = ChunksConfig(model=named, data=file, output_dir=str(folder), dtype=run.train.dtype, **seeds)
-        results = phrases.SUITE.score_models(config, command=self.command).results
-        measured = {}
-        for key in keys:
-            entry = results["models"][key]
-            layers = enumerate(entry["nmi"], start=1)
-            measured[key] = Measured(
-                folder=str(folder),
-                model=entry["path"],
-                scores={(f"NMI-{layer}", "nmi"): [100 * value for value in nmi["seeds"]] for layer, nmi in layers},
-                params=entry["params"],
-                warnings=results["warnings"] if key == keys[0] else (),  # they are of all rows: named once
-                seconds=seconds.get(key, 0.0),
-            )
-        return measured
 
     def missing(self) -> list[str]:
         """Return what must be brought before anything can run: models, texts and data sets, one sentence each."""

@@ -140,15 +140,6 @@ def bars(metrics: Mapping[str, Any]) -> dict[str, list[tuple[str, float, str]]]:
     return {"parameters": sizes, "ROUGE-L, mean of the sets": rouge}
 
 
-def _distance_table(found: Found, scores: ScoreTable) -> tuple[TitledTable, str] | None:
-    """Return the second table of a page, with its legend: the distance from the teacher, where the first has scores."""
-    distance = nearness_scores(found) if scores.columns[:1] != [NATS] else None
-    if distance is None:
-        return None
-    rows = [[MODELS[key], *cells] for key, cells in distance.rows.items()]
-    return TitledTable("Distance from the teacher", ["model", *distance.columns], rows), distance.legend
-
-
 def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> None:
     """Write report.md, report.html and metrics.json, and print the table of the scored models."""
     log = read_metrics_log(folder)
@@ -161,13 +152,19 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
     table = model_table(metrics, scores)
     predictions = folder / "predictions"
     sets = list(metrics.get("asked", {}).get("tests") or []) or [VALID]
+    # The second table of the page, with its legend: the distance from the teacher, where the first has scores.
+    distance = nearness_scores(metrics.get("nearness", {})) if scores.columns[:1] != [NATS] else None
+    distances: tuple[TitledTable, str] | None = None
+    if distance is not None:
+        rows = [[MODELS[key], *cells] for key, cells in distance.rows.items()]
+        distances = TitledTable("Distance from the teacher", ["model", *distance.columns], rows), distance.legend
     context = {
         "title": folder.name,
         "verdict": verdict(metrics, scores),
         "bars": bars(metrics),
         "table": table,
         "legend": scores.legend,
-        "distance": _distance_table(metrics.get("nearness", {}), scores),
+        "distance": distances,
         "drawings": save_drawings(folder, [*draw_training(log), *draw_weighting(read_weighting(folder))]),
         "samples": [
             *read_samples({key: predictions / key for key in MODELS}, sets),

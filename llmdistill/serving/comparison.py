@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,27 @@ def read_rows(folder: Path | str, data: str | None = None) -> Rows:
         return _random_rows(config.get_text_config().vocab_size, length)
     reference = DEFAULT_DATA if data is None else data
     try:
-        batches = _decoder_rows(folder, reference, length) if is_causal(config) else _sentences(folder, data, length)
+        tokenizer, batches = load_tokenizer(folder), list[Batch]()
+        if is_causal(config) and kind_of(reference) == "text":
+            sizes = WindowSizes(window=length, limit=_ROWS, shorten=True)
+            text = WholeText(reference).read()
+            windows = cut_windows(text, tokenizer, config, sizes, name=reference, data=reference)
+            batches = [windows.collate([number]) for number in range(windows.count)]
+        elif is_causal(config):
+            limits = Limits(
+                max_prompt_length=max(1, length * 3 // 4),
+                max_length=length,
+                long_prompts="truncate",
+                prompt=resolve_prompt(None, [tokenizer]),
+            )
+            padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+            items = encode(read_examples(reference)[:_ROWS], tokenizer, limits).items
+            batches = [collate([item], pad_token_id=padding) for item in items]
+        else:
+            own = [example.instruction for example in read_examples(DEFAULT_DATA)] if data is None else []
+            for text in (own if data is None else read_sentences(data))[:_ROWS]:
+                ids = torch.tensor([tokenizer(text, truncation=True, max_length=length)["input_ids"]])
+                batches.append(Batch(ids, torch.ones_like(ids), ids.clone()))
     except UserError:
         if data is not None:
             raise
@@ -75,36 +94,6 @@ def _random_rows(vocabulary: int, length: int) -> Rows:
     ids = torch.randint(vocabulary, (2, max(length // 2, 1)), generator=torch.Generator().manual_seed(0))
     batches = [Batch(row, torch.ones_like(row), row.clone()) for row in ids[:, None]]
     return Rows(name="random tokens", batches=batches, labeled=False)
-
-
-def _decoder_rows(folder: Path | str, data: str, length: int) -> list[Batch]:
-    tokenizer, config = load_tokenizer(folder), load_config(folder)
-    if kind_of(data) == "text":
-        sizes = WindowSizes(window=length, limit=_ROWS, shorten=True)
-        windows = cut_windows(WholeText(data).read(), tokenizer, config, sizes, name=data, data=data)
-        return [windows.collate([number]) for number in range(windows.count)]
-    limits = Limits(
-        max_prompt_length=max(1, length * 3 // 4),
-        max_length=length,
-        long_prompts="truncate",
-        prompt=resolve_prompt(None, [tokenizer]),
-    )
-    items = encode(read_examples(data)[:_ROWS], tokenizer, limits).items
-    batch_of = partial(
-        collate, pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    )
-    return [batch_of([item]) for item in items]
-
-
-def _sentences(folder: Path | str, data: str | None, length: int) -> list[Batch]:
-    own = [example.instruction for example in read_examples(DEFAULT_DATA)] if data is None else []
-    texts = own if data is None else read_sentences(data)
-    tokenizer = load_tokenizer(folder)
-    batches = []
-    for text in texts[:_ROWS]:
-        ids = torch.tensor([tokenizer(text, truncation=True, max_length=length)["input_ids"]])
-        batches.append(Batch(ids, torch.ones_like(ids), ids.clone()))
-    return batches
 
 
 Run = Callable[[Batch], Tensor]

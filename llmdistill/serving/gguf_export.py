@@ -98,8 +98,24 @@ def export_gguf(
         UserError: the package gguf is missing; the architecture, a kind of positions or the tokenizer has no place in a
             GGUF that transformers reads; `out_dir` is not empty, or outputs are not finite.
     """
-    _check(model_dir, settings)
-    config, tokenizer = load_config(model_dir), load_tokenizer(model_dir)
+    # What cannot be written is refused before a model is loaded.
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"--to gguf needs the package gguf: {install_command('gguf')}") from error
+    config = load_config(model_dir)
+    if config.model_type not in ARCHITECTURES or not (config.architectures or [""])[0].endswith("ForCausalLM"):
+        raise UserError(
+            f"--to gguf: {model_dir} is {(config.architectures or [config.model_type])[0]}, and transformers reads no "
+            f"GGUF of it; expected a decoder of {', '.join(ARCHITECTURES)}: take --to dense and llama.cpp's converter"
+        )
+    if settings.weights is not None and settings.weights not in TYPES:
+        raise UserError(f"--to gguf: weights {settings.weights!r} does not fit; expected {', '.join(TYPES)}")
+    if settings.tokenizer_file is not None and gguf_file(locate_data(settings.tokenizer_file)) is None:
+        raise UserError(f"--to gguf: tokenizer_file {settings.tokenizer_file}: no GGUF file there")
+    _rope(config)  # raises for positions that a GGUF has no place for
+
+    tokenizer = load_tokenizer(model_dir)
     rows = read_rows(model_dir, data)
     with new_proven_folder(out_dir) as folder:
         model = load_model(model_dir, dtype="auto", head="saved")
@@ -121,30 +137,22 @@ def export_gguf(
             )
         if comparison.changed and kind != "q8_0":
             logger.warning(f"{out_dir}/{FILE} is not equal to {model_dir}: {comparison.describe()}")
-        _compare_tokens(folder, tokenizer)
+        # Texts that have other tokens by the file than by the student's tokenizer
+        by_file: Callable[..., Any] = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+        texts = list(_SAMPLES)
+        if tokenizer.chat_template is not None:
+            turns = [{"role": "user", "content": text} for text in _SAMPLES[:1]]
+            texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
+        other = next((text for text in texts if by_file(text)["input_ids"] != tokenizer(text)["input_ids"]), None)
+        if other is not None:
+            logger.warning(
+                f"{FILE}: {other[:60]!r} has other tokens by the file than by the student's tokenizer: give the "
+                "teacher's GGUF, if there is one, by --tokenizer_file"
+            )
         if describe is not None:
             describe(folder, comparison.describe())
         size = (folder / FILE).stat().st_size
     return {"output": str(out_dir), "params": params, "bytes": size, "weights": kind, **comparison.result()}
-
-
-def _check(model_dir: Path | str, settings: GgufSettings) -> None:
-    """Raise a UserError for what cannot be written, before a model is loaded."""
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"--to gguf needs the package gguf: {install_command('gguf')}") from error
-    config = load_config(model_dir)
-    if config.model_type not in ARCHITECTURES or not (config.architectures or [""])[0].endswith("ForCausalLM"):
-        raise UserError(
-            f"--to gguf: {model_dir} is {(config.architectures or [config.model_type])[0]}, and transformers reads no "
-            f"GGUF of it; expected a decoder of {', '.join(ARCHITECTURES)}: take --to dense and llama.cpp's converter"
-        )
-    if settings.weights is not None and settings.weights not in TYPES:
-        raise UserError(f"--to gguf: weights {settings.weights!r} does not fit; expected {', '.join(TYPES)}")
-    if settings.tokenizer_file is not None and gguf_file(locate_data(settings.tokenizer_file)) is None:
-        raise UserError(f"--to gguf: tokenizer_file {settings.tokenizer_file}: no GGUF file there")
-    _rope(config)
 
 
 def _rope(config: PreTrainedConfig) -> dict[str, Any]:
@@ -166,7 +174,7 @@ def _write(
     name: str,
     tokenizer_file: str | None,
 ) -> None:
-    from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType
+    from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
 
     config: Any = model.config
     writer = GGUFWriter(file, ARCHITECTURES[config.model_type])
@@ -177,23 +185,8 @@ def _write(
     license = getattr(config, "license", None)
     if isinstance(license, str):
         writer.add_license(license)
-    _add_sizes(writer, config)
-    if tokenizer_file is None:
-        _add_tokenizer(writer, tokenizer, config)
-    else:
-        _copy_tokenizer(writer, locate_data(tokenizer_file), tokenizer)
-    with Activity(f"Writing {FILE}"):
-        for tensor, array, of_weight in _tensors(model, kind):
-            writer.add_tensor(tensor, array, raw_dtype=of_weight)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
 
-
-def _add_sizes(writer: Any, config: Any) -> None:
-    from gguf import RopeScalingType
-
+    # Sizes, positions and what bounds the scores
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -215,9 +208,21 @@ def _add_sizes(writer: Any, config: Any) -> None:
             writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
     if config.model_type.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None) is not None:
-            getattr(writer, f"add_{name}")(float(getattr(config, name)))
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, cap, None) is not None:
+            getattr(writer, f"add_{cap}")(float(getattr(config, cap)))
+
+    if tokenizer_file is None:
+        _add_tokenizer(writer, tokenizer, config)
+    else:
+        _copy_tokenizer(writer, locate_data(tokenizer_file), tokenizer)
+    with Activity(f"Writing {FILE}"):
+        for tensor, array, of_weight in _tensors(model, kind):
+            writer.add_tensor(tensor, array, raw_dtype=of_weight)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
 
 
 def _tensors(model: PreTrainedModel, kind: str) -> Iterator[tuple[str, Any, Any]]:
@@ -428,18 +433,3 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, int | float):
         return math.isclose(one, other, rel_tol=1e-6)  # the file has fp32
     return bool(one == other)
-
-
-def _compare_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn of a text that has other tokens by the file than by the student's tokenizer."""
-    read: Callable[..., Any] = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    texts = list(_SAMPLES)
-    if tokenizer.chat_template is not None:
-        turns = [{"role": "user", "content": text} for text in _SAMPLES[:1]]
-        texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
-    other = next((text for text in texts if read(text)["input_ids"] != tokenizer(text)["input_ids"]), None)
-    if other is not None:
-        logger.warning(
-            f"{FILE}: {other[:60]!r} has other tokens by the file than by the student's tokenizer: give the teacher's "
-            "GGUF, if there is one, by --tokenizer_file"
-        )

@@ -52,15 +52,36 @@ def collect_comparison(
     warnings = [warning for of_run in metrics for warning in of_run["warnings"]]
     if findings.failed:
         warnings.append(f"{len(findings.failed)} run(s) failed; what they said stands below")
+    # How the untrained students were made, where starts are compared or a student is weighted
+    made = [(start, TABLE_SIZE, findings.rows[start.key("none")].first) for start in study.starts]
+    for size, results in findings.sizes.items():
+        made += [(start, size_label(size), results[start.key("none")].first) for start in study.starts]
+    untrained_students = []
+    for start, size, result in made:
+        run, weighting = study.row_of(start.key("none"), result), read_weighting(result.trial.folder)
+        untrained = run.models.get("untrained", ModelEntry())
+        scores = untrained.by_set(study.score.key)
+        if scores and (start.name or weighting):
+            untrained_students.append(
+                UntrainedStudent(
+                    start=start.name,
+                    label=start.label,
+                    size=size,
+                    folder=run.folder,
+                    params=untrained.params,
+                    average=study.score.mean(scores.values()),
+                    weighting=weighting,
+                )
+            )
     # The answers of each model to prompts spread evenly over the test sets: those of the first seed, first pass.
     folders = {
-        key: run.trial.folder / "predictions"
+        key: scored.trial.folder / "predictions"
         for key, outcome in findings.rows.items()
-        if (run := next((run for run in outcome.runs if run.metrics is not None), None)) is not None
+        if (scored := next((run for run in outcome.runs if run.metrics is not None), None)) is not None
     }
-    untrained = {start.key("none") for start in study.starts}
+    untrained_keys = {start.key("none") for start in study.starts}
     answers = {"teacher": first.trial.folder / "predictions" / "teacher"}
-    answers |= {key: folder / ("untrained" if key in untrained else "student") for key, folder in folders.items()}
+    answers |= {key: folder / ("untrained" if key in untrained_keys else "student") for key, folder in folders.items()}
     return Comparison(
         title=title,
         sets=sets,
@@ -68,7 +89,7 @@ def collect_comparison(
         texts={} if on_text else windows,
         rows=rows,
         sizes=_sizes(study, findings, rows[1:]),
-        untrained=_untrained_students(study, findings),
+        untrained=untrained_students,
         samples=read_samples(answers, list(study.recipe.data.tests)),
         warnings=list(dict.fromkeys(warnings)),
         facts=_facts(study, findings, command),
@@ -127,31 +148,6 @@ def _sizes(study: MethodStudy, findings: Findings, table: Sequence[ComparisonRow
                 )
             )
     return rows
-
-
-def _untrained_students(study: MethodStudy, findings: Findings) -> list[UntrainedStudent]:
-    """Return how the untrained students were made, where starts are compared or a student is weighted."""
-    made = [(start, TABLE_SIZE, findings.rows[start.key("none")].first) for start in study.starts]
-    for size, results in findings.sizes.items():
-        made += [(start, size_label(size), results[start.key("none")].first) for start in study.starts]
-    students = []
-    for start, size, result in made:
-        run, weighting = study.row_of(start.key("none"), result), read_weighting(result.trial.folder)
-        untrained = run.models.get("untrained", ModelEntry())
-        scores = untrained.by_set(study.score.key)
-        if scores and (start.name or weighting):
-            students.append(
-                UntrainedStudent(
-                    start=start.name,
-                    label=start.label,
-                    size=size,
-                    folder=run.folder,
-                    params=untrained.params,
-                    average=study.score.mean(scores.values()),
-                    weighting=weighting,
-                )
-            )
-    return students
 
 
 def _facts(study: MethodStudy, findings: Findings, command: str) -> dict[str, str]:

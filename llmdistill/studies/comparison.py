@@ -282,7 +282,28 @@ class MethodStudy(Study):
         tests, valid = self.recipe.data.tests, self.recipe.data.valid
         chooses = any(len(self.points(variant)) > 1 for variant in self.trained())
         if self.score is PERPLEXITY:
-            self._check_text(chooses)
+            teacher = str(self.recipe.teacher.model)
+            config = load_config(locate(teacher))
+            if not is_causal(config):
+                raise UserError(
+                    f"teacher.model {teacher} is an encoder ({config.model_type}), which has no perplexity: take a "
+                    "decoder, a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
+                )
+            for variant in self.trained():
+                if variant.method.teacher_writes or STUDENT_WRITES in {**variant.settings, **variant.grid}:
+                    raise UserError(
+                        f"{variant.name} learns from answers that a model writes to instructions, but data.kind is "
+                        "text: give --methods without it"
+                    )
+            if VALID in tests:
+                raise UserError(
+                    f"data.tests.{VALID}: that name is the validation text's (data.{VALID}); give another one"
+                )
+            if chooses and valid is not None and kind_of(valid) != "text":
+                raise UserError(
+                    f"data.valid {valid} is no plain text (.txt), whose perplexity chooses the settings: give one, or "
+                    "--learning_rates with a single value and methods that have no grid of their own"
+                )
         sets = [name for name in tests if self.score is PERPLEXITY or name not in find_text_tests(tests)]
         if not sets:
             raise UserError("data.tests is empty: a comparison needs at least one test set; give some as {name: path}")
@@ -314,27 +335,3 @@ class MethodStudy(Study):
     def _plan(self, variant: Variant, point: Mapping[str, Any]) -> Plan:
         changes = {**variant.settings, **point, "seed": self.seeds[0]}
         return make_plan(make_trial(self.folder, self.recipe, variant.key, changes).config)
-
-    def _check_text(self, chooses: bool) -> None:
-        """Check what only a comparison on text needs; `chooses`: whether there are settings to choose."""
-        data = self.recipe.data
-        teacher = str(self.recipe.teacher.model)
-        config = load_config(locate(teacher))
-        if not is_causal(config):
-            raise UserError(
-                f"teacher.model {teacher} is an encoder ({config.model_type}), which has no perplexity: take a "
-                "decoder, a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
-            )
-        for variant in self.trained():
-            if variant.method.teacher_writes or STUDENT_WRITES in {**variant.settings, **variant.grid}:
-                raise UserError(
-                    f"{variant.name} learns from answers that a model writes to instructions, but data.kind is text: "
-                    "give --methods without it"
-                )
-        if VALID in data.tests:
-            raise UserError(f"data.tests.{VALID}: that name is the validation text's (data.{VALID}); give another one")
-        if chooses and data.valid is not None and kind_of(data.valid) != "text":
-            raise UserError(
-                f"data.valid {data.valid} is no plain text (.txt), whose perplexity chooses the settings: give one, or "
-                "--learning_rates with a single value and methods that have no grid of their own"
-            )
