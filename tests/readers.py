@@ -22,7 +22,7 @@ from safetensors.torch import save
 from llmdistill.artifacts import entries_damage, manifest_damage, read_record
 from llmdistill.config import TaskConfig, TrainConfig
 from llmdistill.config.command_line import parse_run
-from llmdistill.data.corpus import _read_segments, text_files
+from llmdistill.data.corpus import read_segments, text_files
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -135,7 +135,7 @@ CHECKPOINT = record(
 
 
 def corpus(path: Path) -> None:
-    list(_read_segments(path, text_files(path), "text", True))
+    list(read_segments(path, text_files(path), "text", True))
 
 
 def further(path: Path) -> None:

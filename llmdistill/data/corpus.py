@@ -105,7 +105,7 @@ def store_corpus(
     }
 
     def write(folder: Path) -> dict[str, Any]:
-        segments = _read_segments(reference, files, field, keep_ends)
+        segments = read_segments(reference, files, field, keep_ends)
         if fraction < 1:
             segments = draw_documents(segments, fraction, seed)
         segments = progress(segments, "Tokenizing", "segments")
@@ -196,7 +196,8 @@ def _kind_of(file: Path) -> str:
     return suffix if suffix in READERS else "text"
 
 
-def _read_segments(reference: str | Path, files: list[Path] | None, field: str, keep_ends: bool) -> Segments:
+def read_segments(reference: str | Path, files: list[Path] | None, field: str, keep_ends: bool) -> Segments:
+    """Yield the segments of text files, with the number of file and document of each; `files` is None for rows."""
     if files is None:
         yield from _read_rows(0, reference, field, keep_ends)
         return

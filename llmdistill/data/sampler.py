@@ -88,11 +88,12 @@ def global_batch_indices(
     # Examples are counted through the epochs without end.
     first = step * global_batch_size
     places = (divmod(place, dataset_size) for place in range(first, first + global_batch_size))
-    return [int(_permute(seed, epoch, dataset_size, mixture)[offset]) for epoch, offset in places]
+    return [int(permute(seed, epoch, dataset_size, mixture)[offset]) for epoch, offset in places]
 
 
 @lru_cache(maxsize=4)  # a batch needs one or two epochs; a new permutation costs O(data set)
-def _permute(seed: int, epoch: int, size: int, mixture: Mixture | None) -> np.ndarray:
+def permute(seed: int, epoch: int, size: int, mixture: Mixture | None) -> np.ndarray:
+    """Return the order of the examples in an epoch, (size,)."""
     if mixture is not None:
         order = mixture.order(seed, epoch)
     else:

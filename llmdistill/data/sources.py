@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -228,7 +229,13 @@ def kind_of(data: Data, *, field: str = "text", name: str = "data") -> DataKind:
         references = [part.reference for part in parts_of(data)]
         if all(Path(reference).suffix.lower() == ".txt" for reference in references):
             return "text"
-        first = _first_row(references[0])
+        first: Any = None  # of a set that is not local, or is malformed, which is told where its rows are read
+        with suppress(UserError):
+            files = local_files(references[0]) or []
+            # A large array of JSON would be read as a whole.
+            is_whole = any(file.suffix.lower() == ".json" and file.stat().st_size > _CHECKED_BYTES for file in files)
+            if files and not is_whole:
+                first, _ = next(iter(open_rows(references[0], streaming=True)), (None, ""))
     else:
         first = next(rows_in_memory(data, name), None)
         if first is None:
@@ -237,16 +244,6 @@ def kind_of(data: Data, *, field: str = "text", name: str = "data") -> DataKind:
         return "text"
     is_instruction = isinstance(first, Mapping) and any(key in first for key in FORMAT_KEYS if key not in _ABOUT_A_TEXT)
     return "text" if isinstance(first, Mapping) and field in first and not is_instruction else "instructions"
-
-
-def _first_row(reference: str) -> Any:
-    """Return the first row of a local set; None if it is not local, is malformed, or would be read as a whole."""
-    try:
-        files = local_files(reference) or []
-        is_whole = any(file.suffix.lower() == ".json" and file.stat().st_size > _CHECKED_BYTES for file in files)
-        return None if is_whole or not files else next(iter(open_rows(reference, streaming=True)), (None, ""))[0]
-    except UserError:  # which is told where the rows are read
-        return None
 
 
 _ABOUT_A_TEXT = ("query", "question", "problem")

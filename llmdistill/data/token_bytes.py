@@ -89,11 +89,6 @@ class TokenBytes:
         """The end token, and the token that ends a turn of a chat; often they are the same."""
         return self.tokenizer.eos_token_id, end_of_turn(self.tokenizer)
 
-    @cached_property
-    def _adds_space(self) -> bool:
-        """Return whether the tokenizer puts a space of its own before a text, as sentencepiece does."""
-        return self.pieces[self.encode("a")[0]].startswith(b" ")
-
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without special tokens around it."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -105,7 +100,8 @@ class TokenBytes:
         Without the `text`, a first space counts as added if the tokenizer adds one to every text.
         """
         parts = [self.pieces[index] if index < len(self.pieces) else b"" for index in ids]
-        if not parts or not self._adds_space or not parts[0].startswith(b" "):
+        # sentencepiece puts a space of its own before a text.
+        if not parts or not parts[0].startswith(b" ") or not self.pieces[self.encode("a")[0]].startswith(b" "):
             return parts
         if text is None or b"".join(parts).startswith(b" " + text.encode()):
             parts[0] = parts[0][1:]

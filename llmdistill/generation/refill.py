@@ -131,7 +131,11 @@ class Refill:
                     joining.append(waiting.popleft())
                 yield from self._join(joining, [prompt_ids[row] for row in joining])
             else:
-                yield from self._go_on()
+                # Until a share of the rows has ended, or the first one has reached its limit: no row writes beyond it,
+                # where a model may have no positions.
+                limit = cast(int, self._arguments.max_new_tokens)
+                steps = limit - max(len(self._written[row]) for row in self._rows)
+                yield from self._generate(steps, math.ceil(_SHARE * len(self._rows)))
 
     def _join(self, rows: list[int], prompts: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
         """Read prompts, write the first token of their answers, and add them to the rows."""
@@ -160,13 +164,6 @@ class Refill:
                 parts = [functional.pad(part, (0, 0, widest - 1 - part.shape[-2], 0)) for part in parts]
                 setattr(new, name, torch.cat(parts))
             old.reset()
-
-    def _go_on(self) -> Iterator[tuple[int, list[int]]]:
-        """Write tokens until a share of the rows has ended, or the first row has reached its limit."""
-        limit = cast(int, self._arguments.max_new_tokens)
-        # No row writes beyond its limit, where a model may have no positions.
-        steps = limit - max(len(self._written[row]) for row in self._rows)
-        yield from self._generate(steps, math.ceil(_SHARE * len(self._rows)))
 
     def _generate(self, steps: int, enough: int) -> Iterator[tuple[int, list[int]]]:
         """Write so many tokens, or fewer if enough rows end; yield the rows that are done, and let them leave."""

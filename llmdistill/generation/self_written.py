@@ -403,7 +403,13 @@ def _write_rounds(job: _Job, sieve: _Sieve) -> None:
             size = int(min(job.batch_size * world.size, max(wanted, world.size), missing))
             turns = _sample(job, sampler, [job.opening] * size, range(first, first + size), of_answer=False)
             if first == 0:
-                _check_noise(job, turns)
+                nats = sum(turn.nats for turn in turns) / max(1, sum(len(turn.ids) for turn in turns))
+                if nats > _NOISE * math.log(job.vocabulary):
+                    raise CannotWrite(
+                        f"{job.teacher} writes noise: its own samples cost it {nats:.1f} nats a token, and a choice "
+                        f"among all tokens alike costs {math.log(job.vocabulary):.1f}; take a trained model, or give "
+                        "data (data.train)"
+                    )
             staying = sieve.judge_turns(turns)
             answers: dict[int, Sample] = {}
             if job.kind == "instructions" and staying:
@@ -418,7 +424,15 @@ def _write_rounds(job: _Job, sieve: _Sieve) -> None:
                 response_file.append_batch(job.output, 0, first, rows)
             sieve.add(attempts)
             activity.expect(_expect_tokens(sieve))
-            _check_fruit(sieve)
+            # So many rows in succession were dropped that no further one is likely.
+            fruitless = len(sieve.attempts) - (sieve.kept[-1] + 1 if sieve.kept else 0)
+            if fruitless >= _FRUITLESS:
+                reasons = ", ".join(f"{count:,} {reason}" for reason, count in sieve.dropped.most_common())
+                raise CannotWrite(
+                    f"{job.teacher} has written {len(sieve.kept):,} rows, and the last {fruitless:,} were all dropped "
+                    f"(of all: {reasons}); ask for fewer rows, or raise the limits of tokens or the similarity of "
+                    "near-duplicates"
+                )
 
 
 def _expect_tokens(sieve: _Sieve) -> int:
@@ -457,27 +471,6 @@ def _sample(
         own.update(zip(places, samples, strict=True))
     gathered = {place: sample for part in gather_objects(own) for place, sample in part.items()}
     return [gathered[place] for place in range(len(prompts))]
-
-
-def _check_noise(job: _Job, turns: Sequence[Sample]) -> None:
-    nats = sum(turn.nats for turn in turns) / max(1, sum(len(turn.ids) for turn in turns))
-    if nats > _NOISE * math.log(job.vocabulary):
-        raise CannotWrite(
-            f"{job.teacher} writes noise: its own samples cost it {nats:.1f} nats a token, and a choice among all "
-            f"tokens alike costs {math.log(job.vocabulary):.1f}; take a trained model, or give data (data.train)"
-        )
-
-
-def _check_fruit(sieve: _Sieve) -> None:
-    """Raise a UserError if so many rows in succession were dropped that no further one is likely."""
-    fruitless = len(sieve.attempts) - (sieve.kept[-1] + 1 if sieve.kept else 0)
-    if fruitless < _FRUITLESS:
-        return
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sieve.dropped.most_common())
-    raise CannotWrite(
-        f"{sieve.job.teacher} has written {len(sieve.kept):,} rows, and the last {fruitless:,} were all dropped (of "
-        f"all: {reasons}); ask for fewer rows, or raise the limits of tokens or the similarity of near-duplicates"
-    )
 
 
 def _finish(job: _Job, sieve: _Sieve, request: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from llmdistill import losses
 from llmdistill.batch import Batch, LossSum, Outputs, Positions
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import SequenceTerm
-from llmdistill.objective import CompareLogits, Objective, Targets
+from llmdistill.objective import CompareLogits, Objective
 from llmdistill.step.method import Terms
 
 SoftPositions = Literal["masked", "all"]
@@ -80,22 +80,18 @@ def _select_terms(
                 "embeddings: take method embedding, or give the term the weight 0"
             )
         name = f"{targets.prefix}{sequence_name or token_term.name}"
-        loss = partial(_target_loss, targets, divergence)
+
+        def loss(student: Outputs, teacher: Outputs | None, batch: Batch) -> LossSum:
+            assert student.sequence_logits is not None, "the student has no head for the targets"
+            if divergence is None:
+                assert targets.label_loss is not None
+                return targets.label_loss(student.sequence_logits, batch)
+            assert teacher is not None
+            assert teacher.sequence_logits is not None, "the teacher has no head for the targets"
+            assert targets.compare is not None
+            return targets.compare(student.sequence_logits, teacher.sequence_logits, batch, divergence)
+
         # The labels' loss needs no teacher.
         term = SequenceTerm(name, divergence is not None, loss, targets.positions)
         terms |= Terms({name: weight}, sequence_terms=(term,))
     return terms
-
-
-def _target_loss(
-    targets: Targets, divergence: CompareLogits | None, student: Outputs, teacher: Outputs | None, batch: Batch
-) -> LossSum:
-    """Return the loss of the labels, or the comparison with the teacher by a divergence."""
-    assert student.sequence_logits is not None, "the student has no head for the targets"
-    if divergence is None:
-        assert targets.label_loss is not None
-        return targets.label_loss(student.sequence_logits, batch)
-    assert teacher is not None
-    assert teacher.sequence_logits is not None, "the teacher has no head for the targets"
-    assert targets.compare is not None
-    return targets.compare(student.sequence_logits, teacher.sequence_logits, batch, divergence)

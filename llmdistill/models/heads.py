@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ def _compare_logits(student: Tensor, teacher: Tensor, batch: Batch, divergence: 
     return divergence(student, teacher, batch.has_target())
 
 
-def _cross_entropy(logits: Tensor, batch: Batch) -> LossSum:
+def _label_loss(loss: Callable[[Tensor, Tensor], LossSum], output: Tensor, batch: Batch) -> LossSum:
     assert batch.targets is not None, "the batch has no targets"
-    return sequence.sequence_cross_entropy(logits, batch.targets)
+    return loss(output, batch.targets)
 
 
 CLASSES = Targets(
-    label_loss=_cross_entropy,
+    label_loss=partial(_label_loss, sequence.sequence_cross_entropy),
     compare=_compare_logits,
     # A head for next sentences has two classes, also where num_labels is 1 or missing.
     num_classes=lambda config, batch: max(2, config.num_labels or 0),
@@ -46,51 +47,41 @@ CLASSES = Targets(
 """A class of each sequence; the output is (B, C)."""
 
 
-def _squared_error(scores: Tensor, batch: Batch) -> LossSum:
-    assert batch.targets is not None, "the batch has no targets"
-    return sequence.sequence_mse(scores, batch.targets)
-
-
-def _labels_as_scores(inputs: Inputs) -> tuple[None, Tensor | None]:
-    labels = inputs.get("labels")
-    return None, None if labels is None else labels.float().flatten()
-
-
 SCORES = Targets(
-    label_loss=_squared_error,
+    label_loss=partial(_label_loss, sequence.sequence_mse),
     # Scores, as of STS-B, have no distribution that a divergence could compare.
     compare=lambda student, teacher, batch, _: sequence.sequence_score_mse(student, teacher, batch.has_target()),
     own_measure="mse",
-    from_inputs=_labels_as_scores,
+    from_inputs=lambda inputs: (None, None if inputs.get("labels") is None else inputs["labels"].float().flatten()),
     of_zeros=lambda zeros_BT: zeros_BT[:, 0].float(),
 )
 """A score of each sequence; the output is (B, 1)."""
 
 
-def _ends_as_targets(inputs: Inputs) -> tuple[None, Tensor | None]:
-    keys = ("start_positions", "end_positions")
-    return None, torch.stack([inputs[key] for key in keys], dim=1) if inputs.keys() >= set(keys) else None
-
-
+_ENDS = ("start_positions", "end_positions")
 SPANS = Targets(
-    label_loss=_cross_entropy,
+    label_loss=partial(_label_loss, sequence.sequence_cross_entropy),
     compare=_compare_logits,
     num_classes=lambda config, batch: batch.input_ids.shape[1],
-    from_inputs=_ends_as_targets,
+    from_inputs=lambda inputs: (
+        None,
+        torch.stack([inputs[key] for key in _ENDS], dim=1) if inputs.keys() >= set(_ENDS) else None,
+    ),
     of_zeros=lambda zeros_BT: zeros_BT[:, :2],
     is_per_token=True,
 )
 """The positions of the first and the last token of a span in each sequence; the output is (B, 2, T)."""
 
 
-def _places_as_targets(inputs: Inputs) -> tuple[None, Tensor]:
-    # Every sentence counts. Labels (B,) are its place in a triple, for margins.
-    ids, places = inputs["input_ids"], inputs.get("labels")
-    return None, ids.new_zeros(len(ids)) if places is None else places
-
-
 EMBEDDINGS = Targets(
-    label_loss=None, compare=None, from_inputs=_places_as_targets, of_zeros=lambda zeros_BT: zeros_BT[:, 0]
+    label_loss=None,
+    compare=None,
+    # Every sentence counts. Labels (B,) are its place in a triple, for margins.
+    from_inputs=lambda inputs: (
+        None,
+        inputs["input_ids"].new_zeros(len(inputs["input_ids"])) if inputs.get("labels") is None else inputs["labels"],
+    ),
+    of_zeros=lambda zeros_BT: zeros_BT[:, 0],
 )
 """The embedding that the teacher gives to each sequence; the output is (B, W)."""
 

@@ -102,7 +102,16 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     """
     round_linears(model, settings.weights, settings.group_size)
     if settings.embeddings == "int8":
-        _round_embeddings(model)
+        from torchao.quantization import quantize_
+
+        by_weight: dict[int, list[nn.Module]] = {}
+        for name in rounded_embeddings(model):
+            module: Any = model.get_submodule(name)
+            by_weight.setdefault(id(module.weight), []).append(module)
+        for first, *tied in by_weight.values():
+            quantize_(first, torchao_config("int8", None), lambda module, _, first=first: module is first)
+            for module in tied:
+                module.weight = first.weight
     group_size = settings.group_size or DEFAULT_GROUPS[settings.weights]
     saved = {"weights": settings.weights, "group_size": group_size}
     config: Any = getattr(model.config, "quantization_config", None)
@@ -117,20 +126,6 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     # From which save_pretrained gets the tensors
     is_plain = type(quantizer) is TorchAoHfQuantizer
     cast(Any, model).hf_quantizer = _WithoutTied(quantizer.quantization_config) if is_plain else quantizer
-
-
-def _round_embeddings(model: PreTrainedModel) -> None:
-    from torchao.quantization import quantize_
-
-    chosen = rounded_embeddings(model)
-    by_weight: dict[int, list[nn.Module]] = {}
-    for name in chosen:
-        module: Any = model.get_submodule(name)
-        by_weight.setdefault(id(module.weight), []).append(module)
-    for first, *tied in by_weight.values():
-        quantize_(first, torchao_config("int8", None), lambda module, _, first=first: module is first)
-        for module in tied:
-            module.weight = first.weight
 
 
 def _is_torchao(weight: Any) -> bool:

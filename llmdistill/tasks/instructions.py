@@ -132,7 +132,24 @@ class InstructionData(TaskData):
             UserError: a file is missing, malformed or empty, or a prompt exceeds the limit.
         """
         settings, teacher = self.task.config.data, self.task.config.teacher
-        valid, tests, warning = on_main(self._read_scored_sets)
+
+        def read_scored_sets() -> tuple[list[Example], dict[str, list[Example]], str | None]:
+            """Read and check the sets that are scored, with a warning about the origin of the training set."""
+            valid = [] if settings.valid is None else read_examples(settings.valid)
+            references = {name: path for name, path in settings.tests.items() if name not in self.texts.texts}
+            tests = {name: read_examples(path) for name, path in references.items()}
+            scored = {**({VALID: valid} if valid else {}), **tests}
+            shared = self.tokenizer is self.teachers_tokenizer
+            # The teacher is scored on the same sets: a prompt must fit both tokenizers before anything is trained.
+            for tokenizer in [self.tokenizer] if shared else [self.tokenizer, self.teachers_tokenizer]:
+                encode_sets(scored, tokenizer, self.task.config.scoring, self.limits)
+            self.texts.check(self.tokenizer, self.teachers_tokenizer)
+            if settings.streaming:
+                check_stream(settings.train, self.tokenizer, self.limits)
+            warning = None if self.written_by is None else check_teacher(locate(settings.train), self.written_by)
+            return valid, tests, warning
+
+        valid, tests, warning = on_main(read_scored_sets)
         valid_items = self._open_stored(settings.valid).items if settings.valid is not None else ()
         train: Items | None = None
         held_out, mixture, report = list[Encoded](), None, "not read, as nothing is trained"
@@ -169,23 +186,6 @@ class InstructionData(TaskData):
             report=report,
             data_warnings=[] if warning is None else [warning],
         )
-
-    def _read_scored_sets(self) -> tuple[list[Example], dict[str, list[Example]], str | None]:
-        """Read and check the sets that are scored, with a warning about the origin of the training set."""
-        data = self.task.config.data
-        valid = [] if data.valid is None else read_examples(data.valid)
-        references = {name: path for name, path in data.tests.items() if name not in self.texts.texts}
-        tests = {name: read_examples(path) for name, path in references.items()}
-        scored = {**({VALID: valid} if valid else {}), **tests}
-        shared = self.tokenizer is self.teachers_tokenizer
-        # The teacher is scored on the same sets: a prompt must fit both tokenizers before anything is trained.
-        for tokenizer in [self.tokenizer] if shared else [self.tokenizer, self.teachers_tokenizer]:
-            encode_sets(scored, tokenizer, self.task.config.scoring, self.limits)
-        self.texts.check(self.tokenizer, self.teachers_tokenizer)
-        if data.streaming:
-            check_stream(data.train, self.tokenizer, self.limits)
-        warning = None if self.written_by is None else check_teacher(locate(data.train), self.written_by)
-        return valid, tests, warning
 
     def _open_stored(self, reference: str) -> StoredExamples:
         make = partial(

@@ -42,7 +42,17 @@ class ScoreBook:
         """
         file = self.folder / "scores" / f"{name}.json"
         predictions = self.folder / "predictions" / name
-        records = on_main(lambda: self._read_records(file, predictions))
+
+        def read_records() -> dict[str, Any]:
+            """Return the record of each scored set; none, with a warning, if one of their files was changed."""
+            records, damage = find_record(file)
+            for record in (records or {}).values():
+                damage = damage or entries_damage(predictions, record["files"])
+            if damage is not None:
+                warn_main(f"{damage}: the model is scored again")
+            return {} if damage is not None or records is None else dict(records)
+
+        records = on_main(read_records)
         # Loaded at the first set without a score, and once: a run whose sets are all scored loads no model.
         model = cache(load)
         sets = on_main(lambda: dict(self.data.sets))  # rank 0 alone reads the files for their fingerprints
@@ -70,12 +80,3 @@ class ScoreBook:
         if sets and World.current().is_main:
             say(self.data.sentence(name, summary))
         return {"params": params, **summary}
-
-    def _read_records(self, file: Path, predictions: Path) -> dict[str, Any]:
-        """Return the record of each scored set; none, with a warning, if one of their files was changed."""
-        records, damage = find_record(file)
-        for record in (records or {}).values():
-            damage = damage or entries_damage(predictions, record["files"])
-        if damage is not None:
-            warn_main(f"{damage}: the model is scored again")
-        return {} if damage is not None or records is None else dict(records)

@@ -129,7 +129,20 @@ def squad2_scores(
     }
     answerable = [score for key, score in final.items() if references[key]]
     unanswerable = [score for key, score in final.items() if not references[key]]
-    best = {name: _find_best_threshold(raw, answers, null_odds, references, name) for name in ("f1", "em")}
+    # At the lowest threshold every question is unanswered, and those without an answer are right. Each step answers one
+    # more question, in the order of the null odds: it gains the score of its span, or loses one point if it has none.
+    best: dict[str, tuple[float, float]] = {}  # the score and its threshold
+    for name in ("f1", "em"):
+        score = highest = float(sum(not texts for texts in references.values()))
+        best_threshold = 0.0
+        for key in sorted(references, key=lambda key: null_odds[key]):
+            if references[key]:
+                score += getattr(raw[key], name)
+            elif answers[key]:
+                score -= 1
+            if score > highest:
+                highest, best_threshold = score, null_odds[key]
+        best[name] = 100 * highest / len(references), best_threshold
     return {
         "f1": _mean(final.values(), "f1"),
         "em": _mean(final.values(), "em"),
@@ -146,27 +159,3 @@ def squad2_scores(
 
 def _mean(scores: Collection[RawScore], name: str) -> float | None:
     return 100 * sum(getattr(score, name) for score in scores) / len(scores) if scores else None
-
-
-def _find_best_threshold(
-    raw: Mapping[str, RawScore],
-    answers: Mapping[str, str],
-    null_odds: Mapping[str, float],
-    references: Mapping[str, Sequence[str]],
-    name: str,
-) -> tuple[float, float]:
-    """Return the best score in percent, and its threshold.
-
-    With the lowest threshold every question is unanswered, and those without an answer are right. Each step answers one
-    more question, in the order of the null odds: it gains the score of its span, or loses one point if it has none.
-    """
-    score = best = float(sum(not texts for texts in references.values()))
-    threshold = 0.0
-    for key in sorted(references, key=lambda key: null_odds[key]):
-        if references[key]:
-            score += getattr(raw[key], name)
-        elif answers[key]:
-            score -= 1
-        if score > best:
-            best, threshold = score, null_odds[key]
-    return 100 * best / len(references), threshold

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from llmdistill.data.collate import Encoded, collate
-from llmdistill.data.sampler import Mixture, Share, _permute, global_batch_indices
+from llmdistill.data.sampler import Mixture, Share, global_batch_indices, permute
 
 from support import check_steps, train_loader
 
@@ -21,7 +21,7 @@ def test_each_epoch_is_a_permutation_and_batches_straddle_epochs():
 
 def test_seed_and_step_alone_decide():
     def made(step: int) -> list[int]:
-        _permute.cache_clear()
+        permute.cache_clear()
         return indices(step)
 
     check_steps(made)
@@ -53,7 +53,7 @@ class TestMixture:
 
     def test_seed_and_step_alone_decide(self):
         def made(step: int) -> list[int]:
-            _permute.cache_clear()
+            permute.cache_clear()
             return global_batch_indices(seed=3, step=step, dataset_size=20, global_batch_size=6, mixture=self.MIXTURE)
 
         check_steps(made)
