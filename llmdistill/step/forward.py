@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmdistill.batch import Batch, HeadInputs, LogitScale, LossSum, Outputs, Positions, Sequences, Taps
+from llmdistill.batch import Batch, HeadInputs, LogitScale, LossSum, Outputs, Positions, Taps
 from llmdistill.errors import UserError
 from llmdistill.losses.terms import BoundTerms, Losses
 from llmdistill.models.families import family_of, has_family, has_segments, is_causal
@@ -257,7 +257,13 @@ class TappedModel:
             elif not causal and batch.padding != "none":  # without a mask attention runs on its flash kernel
                 real_BT = batch.attention_mask != 0
                 inputs["attention_mask"] = real_BT[:, None, None, :].expand(-1, 1, real_BT.shape[1], -1)  # (B, 1, T, T)
-            inputs |= {"position_ids": batch.position_ids, "sequences": _find_sequences(batch, config)}
+            # Causality is enough for padding on the right: no real token comes after it, and no loss reads the outputs
+            # of the padding. Only `packed_attention` applies a sliding window that is shorter than the rows.
+            windows = [window for window in layer_values(config, "sliding_window") if window is not None]
+            is_short = batch.input_ids.shape[1] <= min(windows, default=batch.input_ids.shape[1])
+            is_enough = is_short and batch.position_ids is None and batch.padding != "left"
+            sequences = batch.sequences if causal and not is_enough else None
+            inputs |= {"position_ids": batch.position_ids, "sequences": sequences}
         masked = nullcontext() if self.makes_mask else self._recorder.given_mask()
         pooling = nullcontext() if self._pooler is None else self._pooler.pooling(batch.attention_mask)
         with masked, pooling, nullcontext() if has_family(config) else _translate_errors(config):
@@ -308,18 +314,6 @@ def _translate_errors(config: PreTrainedConfig) -> Iterator[None]:
             f"{config.model_type} cannot read these rows, says its own code ({reason}): change the data's limits "
             "or the model's config, or take another architecture"
         ) from error
-
-
-def _find_sequences(batch: Batch, config: PreTrainedConfig) -> Sequences | None:
-    """Return the sequences that a decoder's attention stays within, or None if its causality is enough.
-
-    Causality is enough for padding on the right: no real token comes after it, and no loss reads the outputs of the
-    padding. Only `packed_attention` applies a sliding window that is shorter than the rows.
-    """
-    windows = [window for window in layer_values(config, "sliding_window") if window is not None]
-    is_short = batch.input_ids.shape[1] <= min(windows, default=batch.input_ids.shape[1])
-    is_enough = is_short and batch.position_ids is None and batch.padding != "left"
-    return None if is_enough or not is_causal(config) else batch.sequences
 
 
 def _select_logits(logits_BTV: Tensor, batch: Batch, places: Sequence[Positions]) -> HeadInputs:

@@ -99,7 +99,26 @@ def search(
     table = Table(vocabulary=vocabulary, width=width, columns=settings.embedding_columns)
     parts: list[Table | Group] = [table, *groups]
     costs = [part.costs() for part in parts]
-    _check_reach(settings, costs, fixed, target, all_flops, most_flops)
+
+    # No combination may have so few parameters, or so few FLOPs.
+    fewest = sum(float(options.costs[1].min()) for options in costs)
+    if fewest > most_flops:
+        raise UserError(
+            f"max_flops {settings.max_flops} is out of reach: with {settings.sums} sum(s) no shapes take less than "
+            f"{fewest / all_flops:.2%} of the teacher's FLOPs; raise it"
+        )
+    # Without weights the error is the number of parameters, so the best combination is the smallest one.
+    smallest = [drop_dominated(options, with_flops=settings.max_flops is not None) for options in costs]
+    _, least_totals = combine(smallest, math.inf, most_flops, count=1)
+    nearest = fixed + int(least_totals[0][0])
+    if nearest > target:
+        columns = "" if settings.embedding_columns is None else f", {settings.embedding_columns} embedding columns"
+        bound = "" if settings.max_flops is None else f" and {settings.max_flops} of its FLOPs"
+        raise UserError(
+            f"target_params {settings.target_params} ({target:,}) is out of reach: with {settings.sums} sum(s)"
+            f"{columns}{bound} the nearest that shapes of this model reach is {nearest:,} parameters; raise the target"
+        )
+
     # The choices of each group that fit if all other groups take their smallest choice.
     # Rows 0 and 1 of the costs are parameters and FLOPs; the error (2) has no limit.
     least = [options.costs[:2].min(axis=1) for options in costs]
@@ -181,26 +200,3 @@ def _settings(
 
 def _text(choice: Any) -> str:
     return DENSE if choice is None else str(choice)
-
-
-def _check_reach(
-    settings: FactorizeConfig, costs: Sequence[Options], fixed: int, target: int, all_flops: int, most_flops: float
-) -> None:
-    """Raise a UserError if no combination has so few parameters, or so few FLOPs."""
-    fewest = sum(float(options.costs[1].min()) for options in costs)
-    if fewest > most_flops:
-        raise UserError(
-            f"max_flops {settings.max_flops} is out of reach: with {settings.sums} sum(s) no shapes take less than "
-            f"{fewest / all_flops:.2%} of the teacher's FLOPs; raise it"
-        )
-    # Without weights the error is the number of parameters, so the best combination is the smallest one.
-    best = [drop_dominated(options, with_flops=settings.max_flops is not None) for options in costs]
-    _, totals = combine(best, math.inf, most_flops, count=1)
-    nearest = fixed + int(totals[0][0])
-    if nearest > target:
-        columns = "" if settings.embedding_columns is None else f", {settings.embedding_columns} embedding columns"
-        bound = "" if settings.max_flops is None else f" and {settings.max_flops} of its FLOPs"
-        raise UserError(
-            f"target_params {settings.target_params} ({target:,}) is out of reach: with {settings.sums} sum(s)"
-            f"{columns}{bound} the nearest that shapes of this model reach is {nearest:,} parameters; raise the target"
-        )

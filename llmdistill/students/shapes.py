@@ -222,7 +222,31 @@ def initialize(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts)
     for name in (family.ffn_up, family.ffn_gate):
         if name is not None:
             rules[name] = ("ffn", "hidden")
-    indices = [_find_indices(parts, index, teacher_sizes) for index in range(len(parts.layers))]
+    # The indices to take from each axis of the teacher's parameters, in the order of a layer of the student
+    shared, head_dim = teacher_sizes.num_heads // teacher_sizes.num_kv_heads, teacher_sizes.head_dim
+    block = teacher_sizes.num_heads * head_dim
+    indices: list[dict[Axis, Tensor]] = []
+    for groups_G, matched_GD, values_GD, neurons in zip(
+        parts.groups_LG, parts.matched_LGD, parts.values_LGD, parts.neurons_LF, strict=True
+    ):
+        # (G, Q): the query heads that share keys and values are neighbors.
+        heads_GQ = groups_G[:, None] * shared + torch.arange(shared)
+        query = (heads_GQ[:, :, None] * head_dim + matched_GD[:, None]).flatten()
+        key = (groups_G[:, None] * head_dim + matched_GD).flatten()
+        value = (groups_G[:, None] * head_dim + values_GD).flatten()
+        indices.append(
+            {
+                "hidden": parts.hidden_W,
+                "ffn": neurons,
+                "query": query,
+                "key": key,
+                "value": value,
+                "context": (heads_GQ[:, :, None] * head_dim + values_GD[:, None]).flatten(),
+                "fused": torch.cat([query, block + key, 2 * block + value]),
+                # Norms that all heads share, so models with them take the same features of every head.
+                "head": matched_GD[0],
+            }
+        )
     sources = {base_name(teacher, name): weight for name, weight in teacher.named_parameters(remove_duplicate=False)}
     for name, target in student.named_parameters():
         owner, _, leaf = base_name(student, name).rpartition(".")
@@ -242,28 +266,6 @@ def initialize(student: PreTrainedModel, teacher: PreTrainedModel, parts: Parts)
         assert source.shape == target.shape, f"no rule for the axes of {name}: {source.shape} is not {target.shape}"
         factor = parts.norm_factors.get(source_owner, 1.0) if leaf == "weight" else 1.0
         target.copy_(source if factor == 1 else source * factor)
-
-
-def _find_indices(parts: Parts, layer: int, teacher: Shape) -> dict[Axis, Tensor]:
-    """Return the indices to take from each axis of the teacher's parameters, in the order of a layer of the student."""
-    groups_G, matched_GD, values_GD = parts.groups_LG[layer], parts.matched_LGD[layer], parts.values_LGD[layer]
-    shared = teacher.num_heads // teacher.num_kv_heads
-    # (G, Q): the query heads that share keys and values are neighbors.
-    heads_GQ = groups_G[:, None] * shared + torch.arange(shared)
-    query = (heads_GQ[:, :, None] * teacher.head_dim + matched_GD[:, None]).flatten()
-    key = (groups_G[:, None] * teacher.head_dim + matched_GD).flatten()
-    value = (groups_G[:, None] * teacher.head_dim + values_GD).flatten()
-    block = teacher.num_heads * teacher.head_dim
-    return {
-        "hidden": parts.hidden_W,
-        "ffn": parts.neurons_LF[layer],
-        "query": query,
-        "key": key,
-        "value": value,
-        "context": (heads_GQ[:, :, None] * teacher.head_dim + values_GD[:, None]).flatten(),
-        "fused": torch.cat([query, block + key, 2 * block + value]),
-        "head": matched_GD[0],  # norms that all heads share, so models with them take the same features of every head
-    }
 
 
 def split_name(owner: str, family: Family) -> tuple[int | None, str]:

@@ -145,7 +145,16 @@ def load_checkpoint(engine: Any, folder: Path) -> Checkpoint | None:
     """
     newest = _newest_whole(folder)
     if newest is not None:
-        on_every(partial(_check_parameters, engine, newest))
+
+        def check_parameters() -> None:
+            own, saved = _count_trained(engine), newest.manifest["parameters"]
+            differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+            if differing:
+                raise UserError(
+                    f"{newest.folder}: it is of another student, first in {differing[0]}; choose another output_dir"
+                )
+
+        on_every(check_parameters)
         if set(newest.manifest["kinds"]) - {WEIGHT}:
             # A new optimizer has no moments yet, so there is nothing to write the saved ones into.
             create_state(engine)
@@ -213,16 +222,6 @@ def _newest_whole(folder: Path) -> Checkpoint | None:
     if damaged:
         raise UserError(f"{folder / 'checkpoints'}: no checkpoint is whole; remove the folder to start the run again")
     return None
-
-
-def _check_parameters(engine: Any, checkpoint: Checkpoint) -> None:
-    """Raise UserError unless the checkpoint's parameters are the trained parameters of the student."""
-    own, saved = _count_trained(engine), checkpoint.manifest["parameters"]
-    differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-    if differing:
-        raise UserError(
-            f"{checkpoint.folder}: it is of another student, first in {differing[0]}; choose another output_dir"
-        )
 
 
 def _restore(wanted: list[Fragment], checkpoint: Checkpoint) -> None:

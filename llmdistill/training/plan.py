@@ -178,7 +178,12 @@ def make_plan(
     dtype = "bf16" if ds_config["bf16"]["enabled"] else "fp32"
     entry = METHODS[config.method]
     task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)
-    teacher_config = _teacher_config(config, task, before, pending)
+    if before is not None:
+        teacher_config = before.models.student
+    elif config.teacher.model is None:  # that of the student stands in its place
+        teacher_config = model_config(task, "student.model", str(config.student.model), pending)
+    else:
+        teacher_config = model_config(task, "teacher.model", config.teacher.model, pending)
     settled = settle(config, teacher_config)
     config = settled.config
     task = make_task(config, trains=entry.trains, teacher_writes=entry.teacher_writes)  # which reads what is settled
@@ -231,15 +236,6 @@ def make_plan(
     if is_there and any(folder.glob("*.safetensors")) and not brings_tokenizer(folder):
         load_tokenizer(folder)  # names the missing file; a folder with nothing but a config is for planning
     return plan
-
-
-def _teacher_config(config: RunConfig, task: Task, before: Plan | None, pending: Pending) -> PreTrainedConfig:
-    """Read the config of the teacher; without one that of the student."""
-    if before is not None:
-        return before.models.student
-    if config.teacher.model is None:
-        return model_config(task, "student.model", str(config.student.model), pending)
-    return model_config(task, "teacher.model", config.teacher.model, pending)
 
 
 def _plan_models(config: RunConfig, task: Task, dtype: str, teacher: PreTrainedConfig, pending: Pending) -> _Models:

@@ -49,6 +49,12 @@ def cut(model: PreTrainedModel, weighted: WeightedFactors) -> AbstractContextMan
         factors = measured.leading(rank)
         return factors.left, factors.values, factors.right
 
+    def multiply(linear: nn.Module, factors: Callable[[], tuple[Tensor, Tensor, Tensor]], inputs: Tensor) -> Tensor:
+        left, values, right = (factor.to(inputs.device) for factor in factors())
+        product = functional.linear(functional.linear(inputs.float(), right) * values, left)
+        bias = cast("Tensor | None", linear.bias)
+        return (product if bias is None else product + bias.float()).to(inputs.dtype)
+
     products = {}
     for name, rank in weighted.ranks.items():
         linear = model.base_model.get_submodule(name)
@@ -56,18 +62,8 @@ def cut(model: PreTrainedModel, weighted: WeightedFactors) -> AbstractContextMan
         factors: Callable[[], tuple[Tensor, Tensor, Tensor]]
         # Without a measurement the student takes its plain SVD, of a weight that is whole when the linear runs.
         factors = cache(partial(plain, linear, rank)) if measured is None else partial(leading, measured, rank)
-        products[linear] = partial(_multiply_factors, linear, factors)
+        products[linear] = partial(multiply, linear, factors)
     return running_as(products)
-
-
-def _multiply_factors(
-    linear: nn.Module, factors: Callable[[], tuple[Tensor, Tensor, Tensor]], inputs: Tensor
-) -> Tensor:
-    """Return the output that a linear would have with these factors, computed in fp32."""
-    left, values, right = (factor.to(inputs.device) for factor in factors())
-    product = functional.linear(functional.linear(inputs.float(), right) * values, left)
-    bias = cast("Tensor | None", linear.bias)
-    return (product if bias is None else product + bias.float()).to(inputs.dtype)
 
 
 def predict_losses(

@@ -310,7 +310,7 @@ def _make_sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Calla
     """
 
     def loss(head: HeadInputs, classes: bool = True, tokens: bool = True) -> Tensor:
-        chances_BTK = _draw_uniform(batch, 1 if classes else head.rows.shape[1], seed)
+        chances_BTK = draw_uniform(batch, 1 if classes else head.rows.shape[1], seed)
         per_sequence = len(head.rows) // len(chances_BTK)  # the distributions of a sequence: two for a span
         chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, :per_sequence].flatten(0, 1)
         if not torch.is_grad_enabled():
@@ -359,7 +359,7 @@ def _compute_gradients(head: HeadInputs, chances_N: Tensor, seen: Callable[[Tens
     return gradients_NK
 
 
-def _draw_uniform(batch: Batch, width: int, seed: int) -> Tensor:
+def draw_uniform(batch: Batch, width: int, seed: int) -> Tensor:
     """Draw uniform random numbers (B, T, width) for each token; they follow from the seed and the id of its row."""
     rows, length = batch.input_ids.shape
     # Without ids a sequence is known only by its place in the batch.

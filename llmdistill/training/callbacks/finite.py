@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
@@ -182,7 +181,23 @@ class FiniteSteps:
         guilty = causes[0].rank if causes else 0
         folder = self.folder / NOT_FINITE / f"step-{step.number}"
         saved = [batch for batch, of_batch in zip(step.batches, is_wrong, strict=True) if any(of_batch) or not causes]
-        on_every(partial(_save_batches, folder, saved, World.current().rank))
+
+        def save_batches() -> None:
+            """Write the tensors of micro batches, each name with the number of its micro batch: "0/input_ids"."""
+            tensors = {
+                f"{number}/{each.name}": value.to("cpu", copy=True).contiguous()  # labels may be the ids themselves
+                for number, batch in enumerate(saved)
+                for each in fields(batch)
+                if isinstance(value := getattr(batch, each.name), Tensor)
+            }
+            if tensors:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = folder / f"rank-{World.current().rank:05d}.safetensors"
+                ids = {f"{number}/sample_ids": json.dumps(batch.sample_ids) for number, batch in enumerate(saved)}
+                save_file(tensors, file, metadata=ids)
+                sync(file)
+
+        on_every(save_batches)
         about = {"step": step.number, "causes": [each._asdict() for each in causes], "origins": origins}
         on_main(lambda: write_json(folder / "about.json", about))
         described = "every term is finite, so it became so in the backward pass"
@@ -206,22 +221,6 @@ def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
     # All ranks raise it, so rank 0 alone says it.
     error.everywhere = True
     raise error
-
-
-def _save_batches(folder: Path, batches: Sequence[Batch], rank: int) -> None:
-    """Write the tensors of micro batches, each name with the number of its micro batch: "0/input_ids"."""
-    tensors = {
-        f"{number}/{each.name}": value.to("cpu", copy=True).contiguous()  # labels may be the ids themselves
-        for number, batch in enumerate(batches)
-        for each in fields(batch)
-        if isinstance(value := getattr(batch, each.name), Tensor)
-    }
-    if tensors:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"rank-{rank:05d}.safetensors"
-        ids = {f"{number}/sample_ids": json.dumps(batch.sample_ids) for number, batch in enumerate(batches)}
-        save_file(tensors, file, metadata=ids)
-        sync(file)
 
 
 def first_not_finite(models: Mapping[str, nn.Module], run: Callable[[], None]) -> str:

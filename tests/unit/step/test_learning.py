@@ -275,7 +275,7 @@ def test_a_softcap_is_seen_while_the_logits_are_small(capsys):
 
 def test_other_masks_are_seen(monkeypatch):
     """A window that llmdistill does not know gives another loss, so the model's own masks are taken."""
-    monkeypatch.setattr("llmdistill.step.forward._find_sequences", lambda *_: None)
+    monkeypatch.setattr("llmdistill.step.forward.layer_values", lambda *_: [])
     tapped = tapped_model("mistral")
     batch = batch_of()
     loss = measure_own_loss(tapped, batch)

@@ -72,7 +72,7 @@ def surprise(logits, chance):
 
 
 def of_tokens(batch, row, outputs):
-    return sum(map(surprise, outputs.logits[0], module._draw_uniform(batch, 1, 3)[row]))
+    return sum(map(surprise, outputs.logits[0], module.draw_uniform(batch, 1, 3)[row]))
 
 
 @pytest.mark.parametrize("make", [llama, bert, gpt2])
@@ -157,16 +157,16 @@ def test_layers_that_are_computed_again_give_the_same(make, monkeypatch):
 
 
 def of_class(batch, row, outputs):
-    return surprise(outputs.logits[0], module._draw_uniform(batch, 1, 0)[row][0])
+    return surprise(outputs.logits[0], module.draw_uniform(batch, 1, 0)[row][0])
 
 
 def of_span(batch, row, outputs):
-    return sum(map(surprise, (outputs.start_logits[0], outputs.end_logits[0]), module._draw_uniform(batch, 1, 0)[row]))
+    return sum(map(surprise, (outputs.start_logits[0], outputs.end_logits[0]), module.draw_uniform(batch, 1, 0)[row]))
 
 
 def of_hidden_states(batch, row, outputs):
     hidden = outputs.last_hidden_state[0]
-    return (hidden * module._draw_uniform(batch, 8, 0)[row][: len(hidden)].lt(0.5).float().mul(-2).add(1)).sum()
+    return (hidden * module.draw_uniform(batch, 8, 0)[row][: len(hidden)].lt(0.5).float().mul(-2).add(1)).sum()
 
 
 @pytest.mark.parametrize(("kind", "name", "loss"), [

@@ -94,12 +94,12 @@ def calls_of(model: Any, batch: Batch, seed: int = 0) -> list[dict[str, list[tup
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
         if "logits" in output:
             log_NV = output.logits[0].log_softmax(-1)
-            chances_N = sampled._draw_uniform(batch, 1, seed)[row, :length, 0].double()
+            chances_N = sampled.draw_uniform(batch, 1, seed)[row, :length, 0].double()
             drawn_N = (log_NV.detach().double().exp().cumsum(-1) < chances_N[:, None]).sum(-1)
             (-log_NV.gather(1, drawn_N.clamp(max=log_NV.shape[1] - 1)[:, None]).sum()).backward()
         else:
             hidden_NW = output.last_hidden_state[0]
-            signs_NW = sampled._draw_uniform(batch, hidden_NW.shape[1], seed)[row, :length].lt(0.5).float() * -2 + 1
+            signs_NW = sampled.draw_uniform(batch, hidden_NW.shape[1], seed)[row, :length].lt(0.5).float() * -2 + 1
             (hidden_NW * signs_NW).sum().backward()
         for handle in handles:
             handle.remove()
