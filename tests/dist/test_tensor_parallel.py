@@ -111,7 +111,8 @@ def main():
                 if isinstance(shared, HeadInputs):
                     torch.testing.assert_close(shared.rows, rows.rows)
                     continue
-                for chunk, vocabulary in ((3, None), (256, 41)):
+                # Many chunks, and a vocabulary without its padding, are for any model the same.
+                for chunk, vocabulary in ((3, None), (256, 41)) if name in ("llama", *UNEVEN) else ((8, None),):
                     sent.clear()
                     pair = [losses(each, labels, chunk, vocabulary or UNEVEN.get(name)) for each in (shared, rows)]
                     torch.testing.assert_close(*pair, msg=lambda text: f"{name} {number} {place}: {text}")  # noqa: B023
