@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from llmdistill.config.machine import MachineConfig, parse_bytes
 from llmdistill.config.teacher import CacheConfig
@@ -34,6 +34,7 @@ from llmdistill.teachers.cache.trace import CacheTrace, Counts, count_positions,
 from llmdistill.teachers.tensor_parallel import CutSizes
 from llmdistill.training.checks import can_cache
 from llmdistill.training.plan import Plan
+from llmdistill.training.rules import find_obstacle
 
 DS_CONFIGS = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """The shipped DeepSpeed configurations, the simplest first."""
@@ -86,7 +87,7 @@ class LayoutChoice(Layout):
     """One way to launch a training."""
 
     ds_config: str
-    """The name of a shipped DeepSpeed configuration."""
+    """The name of a shipped DeepSpeed configuration, or the path of another."""
     micro_batch_size: int
     checkpointing: bool
     memory: Mapping[str, float]
@@ -143,9 +144,10 @@ def make_choices(
 ) -> list[LayoutChoice]:
     """Return every way to launch a run on a machine, from the configurations of its models alone.
 
-    `names` are those of shipped DeepSpeed configurations. The `cache` is considered in place of the teacher's pass if
-    the run can have one. Raises UserError if the global batch cannot be divided among the ranks, the student's sizes
-    are not known, or the settings of the cache are contradictory.
+    `names` are those of shipped DeepSpeed configurations, or paths of others. The `cache` is considered in place of the
+    teacher's pass if the run can have one. Ways that the run would refuse are left out. Raises UserError if it would
+    refuse them all, the global batch cannot be divided among the ranks, the student's sizes are not known, or the
+    settings of the cache are contradictory.
     """
     train, ranks = plan.config.train, machine.ranks
     share = split_batch(train.global_batch_size, None, ranks).micro_batch_size
@@ -164,11 +166,16 @@ def make_choices(
             cut, teachers = CutSizes.of(models.teacher, machine.ranks_of_node), [CUT]
             sizes = replace(sizes, cut_bytes=cut.cut_bytes)
     cache_trace, forecast = None, None
+    request = cache or CacheRequest()
     if can_cache(plan):
-        cache_trace, forecast = forecast_cache(plan, models, cache or CacheRequest(), sizes, machine)
+        cache_trace, forecast = forecast_cache(plan, models, request, sizes, machine)
         sizes = replace(sizes, cached_head_bytes=cache_trace.head_bytes)
         # A cache can be made only where the teacher fits; one that the run names is used in any case.
         teachers += [CACHED] if forecast.fits or plan.is_cached else []
+    ways = list(product(names, (False, True), teachers))
+    obstacles = {way: _find_obstacle(plan, *way, folder=request.folder) for way in ways}
+    if all(obstacles.values()):
+        raise UserError(str(obstacles[ways[0]]))
     traces = {
         (on, cached): [
             replace(
@@ -194,6 +201,8 @@ def make_choices(
         if not machine.gpus:  # a CPU has no memory for the part of a bucket that is never written
             zero = replace(zero, bucket_size=min(zero.bucket_size, sizes.trained))
         for checkpointing, teacher in product((False, True), teachers):
+            if obstacles[name, checkpointing, teacher] is not None:
+                continue
             is_cached = teacher == CACHED
             low, high = traces[checkpointing, is_cached]
             trace = interpolate(low, high, micro_batch_size)
@@ -223,6 +232,19 @@ def make_choices(
             )
             choices.append(choice)
     return choices
+
+
+def _find_obstacle(plan: Plan, name: str, checkpointing: bool, teacher: str | None, *, folder: str) -> str | None:
+    """Return why a run would refuse to be launched in a way; None if it would not."""
+    config = plan.config
+    where = config.teacher
+    if teacher == CACHED:
+        where = replace(where, cache=where.cache or folder)
+    elif teacher is not None:
+        where = replace(where, sharding=cast(Any, teacher))
+    train = replace(config.train, activation_checkpointing=checkpointing)
+    launched = replace(plan, config=replace(config, teacher=where, train=train), ds_config=read_ds_config(name))
+    return find_obstacle(launched)
 
 
 def forecast_cache(

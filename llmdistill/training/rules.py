@@ -33,8 +33,8 @@ class Condition:
     of_config: Callable[[RunConfig], bool] | None = None
     """Whether it holds, if the settings of a run alone tell."""
     of_plan: Callable[[Plan], bool] | None = None
-    """The same, if models and method must be known too. A pair whose conditions both have `of_config` is decided by the
-    settings alone; in other pairs this one decides where a condition has both."""
+    """The same where the plan is known, with its models and method. A condition may have both: `of_config` then counts
+    in pairs whose other condition has it too, and this one in all other pairs."""
     detail: Callable[[Plan], str] = lambda plan: ""
     """What a sentence about a plan says of it, such as the type of the model."""
 
@@ -63,13 +63,14 @@ def _list_sharded(config: RunConfig) -> list[str]:
 def _list_sharded_few_bits(plan: Plan) -> list[str]:
     """The settings that shard a teacher of few bits, with its bits and its name."""
     listed = []
-    for name, teacher in plan.models.teachers.items():
-        if teacher.settings.is_sharded and plan.method.needs_teacher:
+    for name, settings in plan.config.teacher.everyone.items():
+        teacher = plan.models.teachers.get(name)
+        if teacher is not None and settings.is_sharded and plan.method.needs_teacher:
             bits = bits_of(load_config(teacher.path) if name else plan.models.teacher)
-            if teacher.settings.quantize != "none":
-                bits = teacher.settings.quantize
-            sharding = f"{teacher.key}.sharding {teacher.settings.sharding}"
-            listed += [] if bits is None else [f"{sharding}: the {bits} weights of {teacher.settings.model}"]
+            if settings.quantize != "none":
+                bits = settings.quantize
+            sharding = f"{key_of(name)}.sharding {settings.sharding}"
+            listed += [] if bits is None else [f"{sharding}: the {bits} weights of {settings.model}"]
     return listed
 
 
@@ -545,6 +546,7 @@ NOT_FORECAST = {
     SEVERAL_TEACHERS: "the teachers beside teacher.model (teacher.others)",
     OWN_ANSWERS: "the student's own answers (data.on_policy)",
     TEACHER_WRITES: "what the teacher writes before the training (data.train teacher)",
+    ROUNDED_TEACHER: "the memory that teacher.quantize saves",
 }
 """What a forecast of memory and time leaves out, where these conditions hold."""
 
@@ -577,11 +579,22 @@ def check_settings(config: RunConfig) -> None:
 
 def check_conditions(plan: Plan) -> None:
     """Raise a UserError if the models, the method or the data of a run do not go together; settings are checked."""
-    for first, second in CLASHES:
-        is_checked = None not in (first.of_config, second.of_config)
-        obstacle = None if is_checked or not first.holds(plan) else clash(plan, first, [second])
-        if obstacle is not None:
-            raise UserError(obstacle)
+    obstacle = find_obstacle(plan)
+    if obstacle is not None:
+        raise UserError(obstacle)
+
+
+def find_obstacle(plan: Plan) -> str | None:
+    """Return why two choices of a run do not go together, and what instead; None if all do."""
+    for (first, second), sentence in CLASHES.items():
+        of_first, of_second = first.of_config, second.of_config
+        if of_first is not None and of_second is not None:
+            holds = of_first(plan.config) and of_second(plan.config)
+        else:
+            holds = first.holds(plan) and second.holds(plan)
+        if holds:
+            return _sentence_of_pair(sentence, plan, first, second)
+    return None
 
 
 def clash(plan: Plan, condition: Condition, others: Collection[Condition] | None = None) -> str | None:
@@ -590,12 +603,15 @@ def clash(plan: Plan, condition: Condition, others: Collection[Condition] | None
     `others` are by default all that hold.
     """
     for (first, second), sentence in CLASHES.items():
-        # A pair that has it second is about another choice: a server stands beside no cache that is read, but may fill
-        # one.
+        # Only pairs that begin with this condition are about it: a server may fill a cache, though no run reads both.
         if first is condition and (others is None or second in others) and second.holds(plan):
-            details = {"first": first.detail(plan), "second": second.detail(plan)}
-            return _format_sentence(sentence, plan.config, plan=plan, **details)
+            return _sentence_of_pair(sentence, plan, first, second)
     return None
+
+
+def _sentence_of_pair(sentence: str, plan: Plan, first: Condition, second: Condition) -> str:
+    details = {"first": first.detail(plan), "second": second.detail(plan)}
+    return _format_sentence(sentence, plan.config, plan=plan, **details)
 
 
 def _format_sentence(sentence: str, config: RunConfig, **more: Any) -> str:

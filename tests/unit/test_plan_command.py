@@ -2,6 +2,8 @@
 
 import json
 import shlex
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,9 @@ from llmdistill import cli
 from llmdistill.commands.plan import machine_of, notes, resolve
 from llmdistill.config.command_line import parse_run
 from llmdistill.config.machine import GPUS, MachineConfig, find_gpu
+from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
+from llmdistill.planning.choices import DS_CONFIGS
 from llmdistill.planning.step import build_models, full_batch, interpolate, trace_step
 from llmdistill.runtime.launch import split_launcher_flags
 from llmdistill.students.counting import build_reference, count_parameters
@@ -60,6 +64,28 @@ def test_every_setting_has_its_memory_and_time(capsys, run):
         assert choice["seconds"]["wire"] == pytest.approx(choice["wire_bytes"] / 225e9, rel=1e-6)
         assert choice["seconds"]["compute"] >= 0.999 * choice["flops"] / 187.2e12
     assert found["proposal"] in found["choices"]
+
+
+@pytest.mark.parametrize(
+    "setting", ["--student.quantize.weights=int8", "--train.compile=true", "--teacher.quantize=int8"]
+)
+def test_no_choice_is_one_that_the_run_refuses(capsys, run, setting):
+    """Each way to launch it is planned as that run, which says itself whether it would begin."""
+    settings = (*run, "--method", "kd", "--train.micro_batch_size", "8", setting)
+    found = planned(capsys, *settings, *MACHINE)["choices"]
+    given = {
+        (each["ds_config"], each["teacher"])
+        for each in found
+        if not each["overrides"]["train.activation_checkpointing"]
+    }
+    runs = set()
+    for ds_config, teacher in product(DS_CONFIGS, ("replicated", "zero3")):
+        launched = (*settings, "--ds_config", ds_config, "--teacher.sharding", teacher)
+        with suppress(UserError):
+            resolve(parse_run(launched, METHODS)[0])
+            runs.add((ds_config, teacher))
+    assert {(ds_config, teacher) for ds_config, teacher in given if teacher != "cached"} == runs
+    assert 0 < len(runs) < 10
 
 
 def test_table_and_proposal_are_readable_on_80_columns(capsys, run, tmp_path, monkeypatch):
