@@ -24,7 +24,10 @@ class RowDraws(transformers.LogitsProcessor):
         self._rows = np.arange(len(seeds))
 
     def take(self, rows: Sequence[int]) -> None:
-        """Expect the logits of these rows from now on, in this order; at first of all, as the seeds are."""
+        """Expect the logits of these rows from now on, in this order.
+
+        Before the first call they are those of all rows, in the order of the seeds.
+        """
         self._rows = np.array(rows)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ def chosen_forms(student: StudentConfig) -> list[tuple[StudentForm, Any]]:
         name, _, setting = key.partition(".")  # of a command line, where student.forms.pruned.share is one setting
         if name not in FORMS or name in BUILT_IN:
             raise UserError(
-                f"student.forms.{name}: no installed package has an entry point of this name in llmdistill.forms"
+                f"student.forms.{name}: no form of this name is registered, by an entry point in llmdistill.forms or "
+                "in FORMS"
                 f"{did_you_mean(name, FORMS.keys() - BUILT_IN)}"
             )
         if not setting and not isinstance(value, dict | None):

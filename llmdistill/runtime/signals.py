@@ -44,7 +44,7 @@ class _State:
 _interrupted = threading.Event()
 """Set by a Ctrl-C, also after the block that handles it."""
 _state = _State()
-"""That of the block that runs: signals belong to the process, so there is one at a time."""
+"""State of the block that handles signals; they belong to the process, so only one block can be active."""
 
 
 @contextmanager

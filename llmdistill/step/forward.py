@@ -175,11 +175,11 @@ class TappedModel:
 
     @property
     def live(self) -> Mapping[str, TappedModel]:
-        """As a `Teacher`: this model runs here."""
+        """Implements `Teacher.live`: this model runs here."""
         return {"teacher": self}
 
     def retokenize(self, batch: Batch) -> Batch:
-        """As a `Teacher`: its tokens are those of the student."""
+        """Implements `Teacher.retokenize`: its tokens are those of the student."""
         return batch
 
     def compute_losses(self, batch: Batch, terms: BoundTerms) -> Losses:

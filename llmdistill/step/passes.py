@@ -70,7 +70,7 @@ class HookSums:
         self.mask = torch.empty(0)
         """(B, T), the positions of the pass that count."""
         self._places_N = torch.empty(0, dtype=torch.long)
-        """The same as indices of the rows (B T)."""
+        """As above, as indices of the rows (B T)."""
         # fp64 counts exactly up to 2^53; fp32 would stop at 17 million tokens.
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         """The number of tokens so far."""

@@ -40,7 +40,7 @@ class Distance:
     divergence: float
     """KL(teacher‖student), the mean over the learned tokens in nats."""
     perplexity: float
-    """Of the student."""
+    """The student's."""
     teacher_perplexity: float
     tokens: int
 

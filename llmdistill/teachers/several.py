@@ -29,7 +29,7 @@ class AveragedTeachers(Teacher):
 
     @property
     def live(self) -> Mapping[str, TappedModel]:
-        """Those of the teachers that run here."""
+        """The models of the teachers that run here."""
         return _live(self.teachers)
 
     def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
@@ -53,7 +53,7 @@ class TeachersOfRows(Teacher):
 
     @property
     def live(self) -> Mapping[str, TappedModel]:
-        """Those of the teachers that run here."""
+        """The models of the teachers that run here."""
         return _live(self.teachers)
 
     def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:

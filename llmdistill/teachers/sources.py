@@ -16,7 +16,7 @@ from llmdistill.teachers.tensor_parallel import TensorParallelSource
 from llmdistill.teachers.translated import TranslatedSource
 
 TEACHERS: dict[str, TeacherSource] = {}
-"""Those of other packages, by the name that teacher.source has."""
+"""Sources of other packages, by the name that teacher.source has; `source_of` chooses among ours."""
 
 __all__ = ["TEACHERS", "Capabilities", "TeacherContext", "TeacherSource", "source_of"]
 
@@ -27,8 +27,8 @@ def source_of(teacher: TeacherConfig, *, translates: bool = False) -> TeacherSou
     if teacher.source is not None:
         if teacher.source not in TEACHERS:
             raise UserError(
-                f"teacher.source {teacher.source}: no installed package has an entry point of this name in "
-                f"llmdistill.teachers{did_you_mean(teacher.source, TEACHERS)}"
+                f"teacher.source {teacher.source}: no source of this name is registered, by an entry point in "
+                f"llmdistill.teachers or in TEACHERS{did_you_mean(teacher.source, TEACHERS)}"
             )
         source = TEACHERS[teacher.source]
     elif teacher.url is not None:

@@ -34,7 +34,7 @@ class _Translated(NamedTuple):
     spans: np.ndarray
     """The span of each of the teacher's tokens; -1 for a token in none."""
     student_spans: np.ndarray
-    """The same of the student's tokens that have a label."""
+    """As above, for the student's tokens that have a label."""
     pairs: np.ndarray
     """For each span whether it is one token on both sides, which both know."""
 

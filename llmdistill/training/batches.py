@@ -24,7 +24,7 @@ class LoaderParts:
     """What the loader of the training loop is made from."""
 
     loader: Any
-    """That of the data; a `StepLoader` if the student answers its prompts."""
+    """The data's own loader; a `StepLoader` if the student answers its prompts."""
     teacher: Teacher | None
     engine: Any
     """The student's."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmdistill.errors import UserError
+from llmdistill.errors import UserError, install_command
 from llmdistill.losses.fused.triton import available
 from llmdistill.models.forms import chosen_forms
 from llmdistill.step import liger
@@ -60,7 +60,7 @@ def check_liger(plan: Plan, device: torch.device) -> None:
     if not available(device):
         raise UserError("train.liger is true, but its kernels need a GPU, A100 or later: set it to auto or false")
     if not liger.is_installed():
-        raise UserError("train.liger is true, but Liger is missing: pip install 'llmdistill[liger]'")
+        raise UserError(f"train.liger is true, but Liger is missing: {install_command('liger')}")
     if not liger.fits(plan.models.student):
         raise UserError(
             f"train.liger is true, but it is for {', '.join(liger.MODEL_TYPES)} with SiLU, and the student is "

@@ -23,15 +23,15 @@ class DiskNeed:
     checkpoint: int
     """One checkpoint. With LoRA this is 0: it holds the adapters alone."""
     checkpoints: int
-    """The number of them, with the one that is written before the oldest is deleted."""
+    """How many are kept, with the one that is written before the oldest is deleted."""
     student: int
     """A student without its forms."""
     students: int
-    """The number of them: untrained, and the copy that what makes the batches needs."""
+    """How many untrained students are written: the run's, and a copy where a server of rollouts reads one."""
     trained: int
     """A trained student, in the forms in which it is saved."""
     trained_students: int
-    """The number of them: the last one, and with train.keep_best the best one and its successor."""
+    """How many are written: the last one, and with train.keep_best the best one and its successor."""
 
     @classmethod
     def of(cls, plan: Plan) -> DiskNeed:

@@ -368,7 +368,7 @@ class OwnAnswers:
     `top_10_shared` is the share of the student's ten most likely tokens that are among the teacher's ten; `writer_gap`
     the mean difference of a token's log-probabilities in the student and in the server that wrote it.
 
-    On it the student is still the one that has written the answers, or that was handed over to what has.
+    The student is still the one that wrote the answers of this batch, or whose weights the server has.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("settings", "step", "failure")

@@ -306,7 +306,7 @@ def test_a_form_of_ones_own_is_planned_saved_scored_and_exported(folder, capfd):
     assert sizes["student_params"] - sizes["saved_params"] == pruned
     assert sizes["saved_bytes"] == sizes["student_params"] * make_plan(config).models.dtype.itemsize
     for given, said in (
-        ({"prunned": {}}, r"student\.forms\.prunned: no installed package .*did you mean pruned"),
+        ({"prunned": {}}, r"student\.forms\.prunned: no form of this name .*did you mean pruned"),
         ({"pruned": {"shares": 0.5}}, r"student\.forms\.pruned\.shares: there is no such setting.*share"),
         ({"pruned": 0.5}, r"student\.forms\.pruned is 0\.5: give its settings"),
     ):

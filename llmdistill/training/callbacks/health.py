@@ -16,9 +16,9 @@ from llmdistill.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Health:
-    """Looks at each step by one watch after the other. What one of them finds is read by those after it."""
+    """Looks at each step by several watches in order; a watch may read what those before it have found."""
 
-    # What FiniteSteps gives comes from within; it is the first, so it alone gives what a later watch reads.
+    # FiniteSteps runs first, and is the only watch whose findings others read: they come from within.
     reads: ClassVar[tuple[str, ...]] = tuple(
         dict.fromkeys(
             field
@@ -31,7 +31,7 @@ class Health:
 
     watches: Sequence[Callback]
     accumulators: Mapping[str, Accumulator]
-    """Those of them whose figures a checkpoint keeps, by their names there."""
+    """The watches whose figures a checkpoint keeps, by their names there."""
 
     @classmethod
     def of(cls, plan: Plan, trainer: Trainer, rows: Sequence[Mapping[str, float]]) -> Health:
