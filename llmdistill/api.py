@@ -43,16 +43,16 @@ from llmdistill.students.start.weighted import check_calibration_data
 from llmdistill.tasks import is_task
 from llmdistill.tasks.base import LoadedModel
 from llmdistill.tasks.benchmark import find_shared_benchmark, score_task
-from llmdistill.tasks.distance import Distance, compare, first_tokens, sample_texts, see
+from llmdistill.tasks.distance import Distance, compare_rows, cut_to_tokens, read_rows, sample_texts
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.text import score_masked
 from llmdistill.tasks.text_windows import WindowSizes, cut_windows, score_windows
 from llmdistill.training.calibration import DataOutsideRuns, measure_weights_on, split_calibration
+from llmdistill.training.defaults import settle_compress
 from llmdistill.training.inputs import Model, RunInputs, check_model_types, device_for, evaluation_mode, tokenizer_of
 from llmdistill.training.plan import make_plans
 from llmdistill.training.provenance import save_compressed
 from llmdistill.training.run_folder import METRICS_FILE
-from llmdistill.training.start import settle_compress
 from llmdistill.training.written_data import calibration_file, with_written_data
 
 __all__ = ["Distilled", "compress", "distill", "evaluate", "export", "sizes"]
@@ -154,8 +154,8 @@ def compress(
             words = LoadedModel(model=teacher, tokenizer=tokenizer_of(model, tokenizer))
             given = DataOutsideRuns(data=data, limits=limits, needs_held_out=is_compared)
             weighted, held_out = measure_weights_on(given, words, made_by, on, origin)
-        texts = first_tokens(held_out or sample_texts(teacher)) if is_compared else []
-        theirs = see(teacher, texts, "teacher") if texts else []
+        texts = cut_to_tokens(held_out or sample_texts(teacher)) if is_compared else []
+        theirs = read_rows(teacher, texts, "teacher") if texts else []
         student = teacher
         # A model that was loaded here is nobody else's, so it needs no copy.
         if named:
@@ -163,7 +163,7 @@ def compress(
         else:
             student = compress_model(teacher, chosen, method, device=on, weighted=weighted, lost=lost)
         if is_compared and distance is not None:
-            distance.append(compare(theirs, see(student, texts, "student")))
+            distance.append(compare_rows(theirs, read_rows(student, texts, "student")))
         if folder is not None:
             save_compressed(student, tokenizer, folder, model, made_by, Path(str(output)).name)
     return student

@@ -129,7 +129,7 @@ def compress(arguments: Sequence[str]) -> None:
     from llmdistill.students.sizes import describe_ranks
     from llmdistill.students.speed import describe_speed
     from llmdistill.tasks.distance import HOPELESS, Distance
-    from llmdistill.training.start import LEAST_EXAMPLES, settle_compress, starts_by_data
+    from llmdistill.training.defaults import LEAST_EXAMPLES, settle_compress, starts_by_data
     from llmdistill.training.written_data import calibration_file
 
     quiet_transformers()

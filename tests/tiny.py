@@ -21,7 +21,7 @@ from llmdistill.embedded import locate
 from llmdistill.models.families import is_causal
 from llmdistill.models.load import attention_of
 from llmdistill.students.convert import factorize
-from llmdistill.students.sizes import plan
+from llmdistill.students.sizes import plan_factors
 
 WORDS = 60
 """Vocabulary of the models."""
@@ -111,7 +111,7 @@ def random_student(auto: Any, config: PreTrainedConfig, settings: dict[str, Any]
     """A random model in evaluation mode, factorized as the settings say; Kronecker products are those with shapes."""
     torch.manual_seed(0)
     model = shaken(auto.from_config(config)).eval()
-    factorize(model, plan(model, FactorizeConfig(**settings), "kronecker" if "shapes" in settings else "svd"))
+    factorize(model, plan_factors(model, FactorizeConfig(**settings), "kronecker" if "shapes" in settings else "svd"))
     return model
 
 

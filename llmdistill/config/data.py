@@ -306,7 +306,7 @@ class DataConfig:
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is {self.kind}: name a {what}")
 
     @property
-    def written_while_training(self) -> str | None:
+    def on_policy_reason(self) -> str | None:
         """Says that a model writes answers during the training; None if all answers are given."""
         share = self.on_policy
         return f"data.on_policy {share:g} has the student write some of the answers" if share > 0 else None

@@ -22,7 +22,7 @@ from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World
 from llmdistill.runtime.engine import add_projectors
 from llmdistill.runtime.environment import Finding
-from llmdistill.step.loss_check import check_models
+from llmdistill.step.loss_modes import choose_modes_of_models
 from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher, live_models
 from llmdistill.tasks.base import TaskData
@@ -208,7 +208,7 @@ def measure_terms(
     projectors = add_projectors(student, method.projections, seed=0).to(student.device)
     learner = tap_student(method, student, projectors=projectors, vocabulary=vocabulary)
     if method.token_terms:
-        check_models(teacher, learner, batch)
+        choose_modes_of_models(teacher, learner, batch)
     divisors = batch.divisors()
     parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
     sizes: dict[str, TermSize] = {}

@@ -40,7 +40,7 @@ from llmdistill.students.shapes import (
     shape_config,
     teacher_layers,
 )
-from llmdistill.students.sizes import check_factorization, plan, plan_embedding, summarize
+from llmdistill.students.sizes import check_factorization, plan_embedding, plan_factors, summarize
 from llmdistill.students.start.weighted import WeightedFactors, check_calibration_data
 
 
@@ -187,12 +187,12 @@ def _plan_sizes(
         check_factorization(settings, method)
         check_calibration_data(settings.weighting, weighted)
     if weighted is None or method != "svd":  # no other method chooses sizes by the data
-        return plan(reference, settings, method)
+        return plan_factors(reference, settings, method)
     ranks = {name: weighted.ranks.get(base_name(reference, name)) for name in layer_linears(reference)}
     sizes: dict[str, Size] = {name: rank for name, rank in ranks.items() if rank is not None}
     stacks = layer_stacks(reference)
     if stacks:  # of which nothing is measured
-        sizes |= {name: rank for name, rank in plan(reference, settings).sizes.items() if name in stacks}
+        sizes |= {name: rank for name, rank in plan_factors(reference, settings).sizes.items() if name in stacks}
     return replace(plan_embedding(reference, settings, method), sizes=sizes)
 
 

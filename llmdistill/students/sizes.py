@@ -55,7 +55,7 @@ DENSE = "dense"
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
-def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd") -> Factorization:
+def plan_factors(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd") -> Factorization:
     """Return the sizes of the linears that are to be factorized, by module name, and of the token embedding.
 
     All other linears stay dense, and so do the stacks of experts if the kind has no factors for them; the matrices of a
@@ -72,7 +72,8 @@ def plan(model: PreTrainedModel, settings: FactorizeConfig, method: str = "svd")
 def build_planned(config: PreTrainedConfig, settings: StudentConfig) -> PreTrainedModel:
     """Build a run's student on the meta device with its factors, as papers count its parameters.
 
-    `config` is that of the student if it is given or has a shape, else that of the teacher. Raises UserError as `plan`.
+    `config` is that of the student if it is given or has a shape, else that of the teacher. Raises UserError as
+    `plan_factors`.
     """
     student = build_reference(config)
     planned = plan_student(student, settings)
@@ -91,7 +92,7 @@ def plan_student(model: PreTrainedModel, settings: StudentConfig) -> Factorizati
         return None
     if settings.shape is not None:
         return plan_embedding(model, settings.factorize, settings.method)
-    return plan(model, replace(settings.factorize, allocation="uniform"), settings.method)
+    return plan_factors(model, replace(settings.factorize, allocation="uniform"), settings.method)
 
 
 def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: str) -> Factorization:
@@ -173,7 +174,7 @@ def summarize(
         flops = 2 * student_params
         sizes = {"rank": None, "ranks": "by the predicted loss, from the calibration data", "dense": []}
     else:
-        planned = plan(reference, settings, method) if planned is None else planned
+        planned = plan_factors(reference, settings, method) if planned is None else planned
         install(reference, planned)
         student_params, flops = count_parameters(reference), forward_flops(reference)
         dense = [name for name in (*linears, *stacks) if name not in planned.sizes]

@@ -59,7 +59,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ModelRows:
     """What a model gives for a batch, on the CPU."""
 
     rows: HeadInputs
@@ -68,7 +68,7 @@ class Seen:
     """The next tokens."""
 
 
-def first_tokens(batches: Iterable[Batch], most: int = MOST_TOKENS) -> list[Batch]:
+def cut_to_tokens(batches: Iterable[Batch], most: int = MOST_TOKENS) -> list[Batch]:
     """Return the first batches, cut after the row with which they have so many real tokens."""
     taken, left = list[Batch](), most
     for batch in batches:
@@ -99,9 +99,9 @@ def sample_texts(model: PreTrainedModel, count: int = 8, length: int = 64, seed:
 
 
 @torch.no_grad()
-def see(model: PreTrainedModel, batches: Sequence[Batch], name: str) -> list[Seen]:
+def read_rows(model: PreTrainedModel, batches: Sequence[Batch], name: str) -> list[ModelRows]:
     """Return what a decoder gives for batches of unpacked rows; a sharded model needs every rank."""
-    seen, left = list[Seen](), 2**28  # numbers of logits: 1 GiB, for models whose logits are more than a product
+    seen, left = list[ModelRows](), 2**28  # numbers of logits: 1 GiB, for models whose logits are more than a product
     with tapped_output(model) as tapped:
         for batch in progress(batches, f"Reading held-out rows with the {name}", "batches"):
             head, _, _ = judged_rows(tapped, batch.to(model.device))
@@ -114,12 +114,12 @@ def see(model: PreTrainedModel, batches: Sequence[Batch], name: str) -> list[See
             if head.weight is None:
                 rows_NK = rows_NK[: left // rows_NK.shape[1]]
                 left -= rows_NK.numel()
-            seen.append(Seen(HeadInputs(rows_NK.cpu(), head.weight, head.bias), labels_N[known_N][: len(rows_NK)]))
+            seen.append(ModelRows(HeadInputs(rows_NK.cpu(), head.weight, head.bias), labels_N[known_N][: len(rows_NK)]))
     return seen
 
 
 @torch.no_grad()
-def compare(teacher: Sequence[Seen], student: Sequence[Seen]) -> Distance:
+def compare_rows(teacher: Sequence[ModelRows], student: Sequence[ModelRows]) -> Distance:
     """Compare what two models give for the same batches; the logits are computed chunk by chunk where the heads lie."""
     labels = TokenTerm("label", None)
     terms = [TokenTerm("divergence", FORWARD_KL), labels]

@@ -131,7 +131,7 @@ def make_engine(plan: Plan, student_folder: Path, embeddings: Tensor | None) -> 
     return build_engine(student, plan.ds_config, config.train), projectors
 
 
-def count_steps(plan: Plan, data: TaskData) -> Plan:
+def with_counted_steps(plan: Plan, data: TaskData) -> Plan:
     """Return the plan with train.epochs and train.warmup_ratio converted to steps by the size of the training set.
 
     The same examples give the same number of steps, so a resumed run has the same plan.

@@ -98,7 +98,7 @@ def save_checkpoint(
 
     Frozen parameters are not saved, because they equal those of the untrained student. If the process is killed at any
     moment, the previous checkpoint is still complete. `loss_modes` says how the losses are computed
-    (`step.loss_check`), and `figures` are what the callbacks have added up for the next row of the log.
+    (`step.loss_modes`), and `figures` are what the callbacks have added up for the next row of the log.
 
     Raises UserError on every rank if a rank cannot write.
     """

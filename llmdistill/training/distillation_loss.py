@@ -24,7 +24,7 @@ from llmdistill.models.heads import EMBEDDINGS, find_head
 from llmdistill.models.pooling import has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling, PoolingMode
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
-from llmdistill.step.loss_check import check_models
+from llmdistill.step.loss_modes import choose_modes_of_models
 from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.translated import TranslatedTeacher, Translation
@@ -211,7 +211,7 @@ class DistillationLoss:
                 self._is_checked, training = True, self.student.training
                 self.student.eval()
                 try:
-                    check_models(self._tapped_teacher, self._tapped_student, located)
+                    choose_modes_of_models(self._tapped_teacher, self._tapped_student, located)
                 finally:
                     self.student.train(training)
             if self._tapped_teacher is not None:

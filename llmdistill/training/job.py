@@ -81,7 +81,7 @@ def prepare_runs(plans: Sequence[Plan], data: TaskData) -> tuple[TaskData, list[
     data = data.prepare()
     for plan in plans:
         check_cache(plan, data.for_models(plan.models))
-    return data, [assemble.count_steps(plan, data) for plan in plans]
+    return data, [assemble.with_counted_steps(plan, data) for plan in plans]
 
 
 def run_plan(plan: Plan, data: TaskData) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _open_training(
             )
         rate = learning_rate(trainer.settings, start)
         print_main(f"Note        going on from step {start} of {steps}, at learning rate {rate:.3g}")
-    loss_modes = trainer.check_losses(start, known)
+    loss_modes = trainer.choose_loss_modes(start, known)
     log = RunLog(plan.folder, start=start, steps=plan.config.train.steps)
     with log.activity, monitors(plan.config, monitor_of(trainer.engine), start) as log.monitor:
         # Where methods are compared by their validation loss, it must not be the loss of each method's own.

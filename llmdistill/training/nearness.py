@@ -26,7 +26,7 @@ from llmdistill.report.tables import print_table
 from llmdistill.runtime.distributed import World, broadcast_object, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.base import Asked, TaskData
-from llmdistill.tasks.distance import HOPELESS, Distance, Seen, compare, first_tokens, see
+from llmdistill.tasks.distance import HOPELESS, Distance, ModelRows, compare_rows, cut_to_tokens, read_rows
 from llmdistill.tasks.rouge import rouge_l
 from llmdistill.teachers.live import TeacherOnDemand
 from llmdistill.training.plan import Plan
@@ -75,19 +75,19 @@ class Nearness:
     @cached_property
     def _rows(self) -> tuple[list[Batch], str]:
         batches, name = self.data.compared()
-        return first_tokens(batches), name
+        return cut_to_tokens(batches), name
 
     @cached_property
     def _asked(self) -> list[Asked]:
         return self.data.asked()
 
     @cached_property
-    def _theirs(self) -> list[Seen]:
+    def _theirs(self) -> list[ModelRows]:
         # Every rank takes part, as the teacher may be sharded.
         teacher = self.teacher()
         if "teacher" in self.scored and "teacher" not in self.found:
             self._keep("teacher", self._answer("teacher", teacher.model, sharded=teacher.sharded))
-        return see(teacher.model, self._rows[0], "teacher")
+        return read_rows(teacher.model, self._rows[0], "teacher")
 
     def measure(self, key: str, name: str, load: Callable[[], PreTrainedModel]) -> str | None:
         """Measure and print a student, or read what was measured before; return a warning in words.
@@ -107,7 +107,7 @@ class Nearness:
             answers = self._answer(key, student) if key in self.scored else {}
             values: dict[str, Any] = {}
             if World.current().is_main:
-                values = asdict(compare(theirs, see(student, batches, f"{name} student")))
+                values = asdict(compare_rows(theirs, read_rows(student, batches, f"{name} student")))
             self._keep(key, {**broadcast_object(values), "of": of, **answers})
         found = self.found[key]
         distance = Distance(**{name: found[name] for name in Distance.__dataclass_fields__})

@@ -33,6 +33,7 @@ from llmdistill.teachers.remote import vllm_number_obstacle
 from llmdistill.teachers.source import ResolvedTeacher, TeacherSource
 from llmdistill.teachers.sources import source_of
 from llmdistill.training.checks import check_plan, compiles, runs_liger
+from llmdistill.training.defaults import settle
 from llmdistill.training.resolved import (
     LARGEST_STUDENT,
     Pending,
@@ -48,7 +49,6 @@ from llmdistill.training.resolved import (
 )
 from llmdistill.training.rules import CACHE_BY_VLLM, CACHED_TEACHER, check_settings, clash
 from llmdistill.training.run_folder import data_contents, with_earlier_defaults
-from llmdistill.training.start import settle
 from llmdistill.training.trackers import check_libraries
 
 

@@ -26,7 +26,7 @@ from llmdistill.teachers.cache.folder import cache_fingerprint
 from llmdistill.training.callbacks.best import read_best
 from llmdistill.training.callbacks.finite import ENDED, NOT_FINITE
 from llmdistill.training.checkpoints import checkpoints
-from llmdistill.training.start import RUN_FILE
+from llmdistill.training.defaults import RUN_FILE
 
 METRICS_FILE = "metrics.json"
 """This file is written last: a folder that contains it is finished."""

@@ -18,7 +18,7 @@ from llmdistill.methods import Method
 from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.loss_check import LossModes, check_models, set_loss_modes
+from llmdistill.step.loss_modes import LossModes, choose_modes_of_models, set_loss_modes
 from llmdistill.step.teacher import Teacher, live_models
 from llmdistill.training.callbacks.base import Callback, TrainState, check_order
 from llmdistill.training.callbacks.finite import first_not_finite
@@ -42,7 +42,7 @@ class Trainer:
     def __post_init__(self) -> None:
         """Start with no time, and no batches."""
         self.teacher_time = Stopwatch(World.current().device)
-        # `check_losses` reads the batches of the first step before `run` does, and a loader gives them once.
+        # `choose_loss_modes` reads the batches of the first step before `run` does, and a loader gives them once.
         self.micro_batches = lru_cache(maxsize=1)(lambda step: self.loader.micro_batches(step))
 
     def run(self, start: int, callbacks: Sequence[Callback]) -> None:
@@ -106,7 +106,7 @@ class Trainer:
             return None
         return self.teacher.compute_targets(batch, lm_head=method.teacher_positions)
 
-    def check_losses(self, start: int, known: LossModes | None) -> LossModes:
+    def choose_loss_modes(self, start: int, known: LossModes | None) -> LossModes:
         """Decide how the token losses of the models are computed, if the method has any, before the first forward pass.
 
         Every rank must call this function. `known` are the modes that the checkpoint of a resumed run stores.
@@ -119,7 +119,7 @@ class Trainer:
         self._seed(start)
         (first, *_) = self.micro_batches(start)
         self.engine.eval()
-        modes = check_models(self.teacher, self.student, self.to_device(first))
+        modes = choose_modes_of_models(self.teacher, self.student, self.to_device(first))
         self.engine.train()
         return modes
 

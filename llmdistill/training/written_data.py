@@ -18,7 +18,7 @@ from llmdistill.fingerprints import content_fingerprint
 from llmdistill.generation.self_written import ROWS, TEXT_TOKENS, choose_kind, request_of, write_data
 from llmdistill.messages import say
 from llmdistill.runtime.distributed import World, on_main
-from llmdistill.training.start import usual_examples
+from llmdistill.training.defaults import usual_examples
 
 
 def names_teacher(config: RunConfig) -> bool:

@@ -28,7 +28,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import recipe_path
 from llmdistill.generation.decode import Decoding, HuggingFaceEngine
 from llmdistill.students.install import install
-from llmdistill.students.sizes import plan
+from llmdistill.students.sizes import plan_factors
 
 SHARE = 0.8
 
@@ -59,7 +59,9 @@ def build(row: dict[str, Any], device: torch.device) -> Work:
     if "factorize" in row:
         # Factors of random weights: a call costs the same whatever they hold.
         factorize = row["factorize"]
-        install(model, plan(model, FactorizeConfig(**factorize), "kronecker" if "shapes" in factorize else "svd"))
+        install(
+            model, plan_factors(model, FactorizeConfig(**factorize), "kronecker" if "shapes" in factorize else "svd")
+        )
     model.eval().requires_grad_(False).to(device)
     ids = torch.randint(row["vocabulary"], (row["batch"], row["tokens"]), generator=torch.Generator().manual_seed(1))
     work = _answers(model, ids.tolist(), row["new"]) if "new" in row else partial(model.base_model, ids.to(device))

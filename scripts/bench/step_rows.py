@@ -38,7 +38,7 @@ from llmdistill.runtime.engine import split_batch, student_ds_config
 from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.students.install import install
 from llmdistill.students.modules import LowRankLinear
-from llmdistill.students.sizes import plan
+from llmdistill.students.sizes import plan_factors
 from llmdistill.training.trainer import Trainer
 
 IGNORE = -100
@@ -96,7 +96,7 @@ def bert(row: dict[str, Any], layers: int) -> PreTrainedModel:
 
 def low_rank(model: PreTrainedModel, factorize: FactorizeConfig) -> None:
     """Factorized modules of random weights: a step costs the same whatever they hold."""
-    install(model, plan(model, factorize))
+    install(model, plan_factors(model, factorize))
     for module in model.modules():
         if isinstance(module, LowRankLinear):
             nn.init.normal_(module.A.weight, std=0.02)

@@ -19,7 +19,7 @@ from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.step.passes import split_batches
 from llmdistill.students.counting import Shape, build_reference, layer_linears
 from llmdistill.students.install import token_embedding
-from llmdistill.students.sizes import check_factorization, plan, plan_embedding, rank_budget
+from llmdistill.students.sizes import check_factorization, plan_embedding, plan_factors, rank_budget
 from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.cuts import divergences
 from llmdistill.students.start.measure import Measurement, first_tokens
@@ -64,7 +64,9 @@ def weigh(parts: CalibrationParts, settings: FactorizeConfig, method: str = "svd
     if method == "svd":
         weighted = _choose_checked_ranks(parts, settings)
     else:
-        sizes = {base_name(reference, name): size for name, size in plan(reference, settings, method).sizes.items()}
+        sizes = {
+            base_name(reference, name): size for name, size in plan_factors(reference, settings, method).sizes.items()
+        }
         if parts.saved is not None:
             raise UserError(
                 "student.factorize.calibration.folder keeps factors of the method svd, which serve every rank, but the "
@@ -231,5 +233,5 @@ def _matrix_shapes(reference: PreTrainedModel) -> dict[str, Shape]:
 
 def _plan_ranks(reference: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
     linears = layer_linears(reference)  # the stacks of experts are no linears, and not measured
-    sizes = plan(reference, settings).sizes
+    sizes = plan_factors(reference, settings).sizes
     return {base_name(reference, name): cast(int, rank) for name, rank in sizes.items() if name in linears}

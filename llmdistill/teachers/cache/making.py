@@ -15,7 +15,7 @@ from llmdistill.config.teacher import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.generation.vllm_engine import EngineName, VllmScorer, choose_engine
 from llmdistill.runtime.distributed import World, barrier, on_main
-from llmdistill.step.loss_check import check_losses
+from llmdistill.step.loss_modes import choose_loss_modes
 from llmdistill.step.tap_models import tap_teacher
 from llmdistill.teachers.cache.origin import ONLY_WHOLE, record_of
 from llmdistill.teachers.cache.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
@@ -86,7 +86,7 @@ def _write(plan: TeacherPlan, job: Job, missing: Sequence[int], scorer: Callable
     live = make_teacher(plan, name=job.settings.teacher)
     teacher = tap_teacher(plan.method, live.model, forward=live.forward, layer_kernels=plan.layer_kernels)
     if plan.method.token_terms:
-        check_losses({"teacher": teacher}, job.batch(job.shards[0][0]).to(World.current().device))
+        choose_loss_modes({"teacher": teacher}, job.batch(job.shards[0][0]).to(World.current().device))
         if job.has_head and not teacher.shortcut:
             raise UserError(
                 "--cache.content hidden_states keeps the inputs of the LM head, but the logits of a "

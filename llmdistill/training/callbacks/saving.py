@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmdistill.errors import Stopped
-from llmdistill.step.loss_check import LossModes
+from llmdistill.step.loss_modes import LossModes
 from llmdistill.training.callbacks.base import Accumulator, TrainState
 from llmdistill.training.checkpoints import save_checkpoint
 from llmdistill.training.trainer import Trainer

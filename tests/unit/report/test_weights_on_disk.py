@@ -8,7 +8,7 @@ from tiny import tiny_model
 from llmdistill.config import FactorizeConfig
 from llmdistill.report.weights_on_disk import EMBEDDINGS, FACTORS, OTHERS, Checkpoint, read_checkpoint
 from llmdistill.students.convert import factorize
-from llmdistill.students.sizes import plan
+from llmdistill.students.sizes import plan_factors
 
 MODELS = {
     # The modules that are embeddings or belong to the head, from the model's own structure.
@@ -52,7 +52,7 @@ def test_the_bytes_of_embeddings_and_of_others(tmp_path, name: str) -> None:
 )
 def test_factors_and_their_format(tmp_path, method: str, settings: FactorizeConfig) -> None:
     model = tiny_model("llama", hidden_size=32, intermediate_size=48, tie_word_embeddings=False).to(torch.bfloat16)
-    factorize(model, plan(model, settings, method))
+    factorize(model, plan_factors(model, settings, method))
     found = saved(model, tmp_path)
     norms = [module for name, module in model.named_modules() if name.endswith("norm")]
     orders = [each for each in model.buffers() if each.dtype == torch.int64]  # of the rows, in the pivoted form

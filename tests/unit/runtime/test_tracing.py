@@ -10,7 +10,7 @@ from llmdistill.models.load import build_meta, build_random
 from llmdistill.runtime.tracing import Tracer, on_gpu
 from llmdistill.step.taps import Recorder
 from llmdistill.students.install import install
-from llmdistill.students.sizes import plan
+from llmdistill.students.sizes import plan_factors
 
 # Attention dropout would make a CPU, unlike a GPU, take the attention apart.
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -53,7 +53,7 @@ def test_forward_pass_keeps_what_autograd_saves(family, factorized):
     real, meta = build_random(config, "lm_head", seed=0), build_meta(config, "lm_head")
     for model in (real, meta):
         if factorized:
-            install(model, plan(build_meta(config, "lm_head"), FactorizeConfig(rank=5)))
+            install(model, plan_factors(build_meta(config, "lm_head"), FactorizeConfig(rank=5)))
         model.train()
     ids = torch.randint(97, (3, 16))
     expected, logits = saved_bytes(real, ids)

@@ -20,7 +20,7 @@ from llmdistill.models.families import family_of, has_family
 from llmdistill.models.heads import CLASSES
 from llmdistill.objective import Objective
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.loss_check import check_losses
+from llmdistill.step.loss_modes import choose_loss_modes
 from llmdistill.step.own_loss import measure_own_loss
 from llmdistill.step.taps import Recorder
 
@@ -226,7 +226,7 @@ def our_loss(tapped, batch):
 def test_the_loss_after_the_check_is_the_models_own(name, capsys):
     tapped = tapped_model(name, **SCALED.get(name, {}))
     batch = batch_of(shift=tapped.shift)
-    check_losses({"student": tapped}, batch)
+    choose_loss_modes({"student": tapped}, batch)
     assert "are more than the product of its LM head" not in capsys.readouterr().out
     assert tapped.shortcut
     config = tapped.model.config
@@ -267,7 +267,7 @@ def test_a_softcap_is_seen_while_the_logits_are_small(capsys):
     loss = measure_own_loss(tapped, batch_of())
     assert abs(loss.own - loss.of_product) < 1e-4, "the losses alone would not show it"
     assert not loss.has_plain_head
-    check_losses({"student": tapped}, batch_of())
+    choose_loss_modes({"student": tapped}, batch_of())
     assert "the logits of gemma2 are more than the product of its LM head" in capsys.readouterr().out
     assert not tapped.shortcut
     torch.testing.assert_close(our_loss(tapped, batch_of()), stock_loss(tapped, batch_of()), atol=2e-5, rtol=1e-5)
@@ -281,7 +281,7 @@ def test_other_masks_are_seen(monkeypatch):
     loss = measure_own_loss(tapped, batch)
     assert loss.has_plain_head
     assert not loss.is_ours
-    check_losses({"student": tapped}, batch)
+    choose_loss_modes({"student": tapped}, batch)
     assert not tapped.shortcut
     assert tapped.makes_mask
     torch.testing.assert_close(our_loss(tapped, batch), stock_loss(tapped, batch), atol=2e-5, rtol=1e-5)
@@ -293,4 +293,4 @@ def test_packed_rows_need_our_masks():
     mask = (torch.arange(12) // 6 + 1)[None]
     batch = Batch(ids, mask, ids, position_ids=(torch.arange(12) % 6)[None]).with_positions(shift=True)
     with pytest.raises(UserError, match=r"data\.packing to false"):
-        check_losses({"student": tapped}, batch)
+        choose_loss_modes({"student": tapped}, batch)

@@ -23,7 +23,7 @@ from llmdistill.methods.makd import MakdConfig
 from llmdistill.step import liger
 from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.students.install import install
-from llmdistill.students.sizes import plan as plan_factors
+from llmdistill.students.sizes import plan_factors
 from llmdistill.training import checks
 from llmdistill.training.plan import make_plan
 

@@ -19,7 +19,7 @@ from llmdistill.students.kronecker import KroneckerShape, nearest_kronecker
 from llmdistill.students.merge import merge
 from llmdistill.students.modules import LowRankLinear
 from llmdistill.students.reconstruction import by_kind
-from llmdistill.students.sizes import plan
+from llmdistill.students.sizes import plan_factors
 
 KRONECKER = {"shapes": {"*": "4x4"}, "sums": 2}
 
@@ -37,12 +37,12 @@ def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind, method):
     student = copy.deepcopy(teacher)
     if method == "kronecker":
         settings = FactorizeConfig(shapes={"*": "8x4"}, sums=2, embedding_columns=4)
-        factorize(student, planned := plan(student, settings, "kronecker"))
+        factorize(student, planned := plan_factors(student, settings, "kronecker"))
         a, b = nearest_kronecker(teacher.get_input_embeddings().weight.double(), KroneckerShape(96, 8))
         table = student.get_input_embeddings()(torch.arange(96))
         torch.testing.assert_close(table.double(), torch.kron(a[0], b[0]), rtol=0, atol=1e-5)
     else:
-        factorize(student, planned := plan(student, FactorizeConfig(rank=5)), sigma=method)
+        factorize(student, planned := plan_factors(student, FactorizeConfig(rank=5)), sigma=method)
     for name, size in planned.sizes.items():
         dense, factorized = teacher.get_submodule(name), student.get_submodule(name)
         weight = matrix(dense).detach()
@@ -63,7 +63,7 @@ def test_each_module_is_the_best_approximation_and_keeps_its_bias(kind, method):
 def test_dtype_is_kept_and_computed_finer():
     teacher = tiny("llama").to(torch.bfloat16)
     student = copy.deepcopy(teacher)
-    factorize(student, plan(student, FactorizeConfig(rank=8, embedding_rank=16)))
+    factorize(student, plan_factors(student, FactorizeConfig(rank=8, embedding_rank=16)))
     assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
     name = "model.layers.0.mlp.up_proj"
     weight = matrix(teacher.get_submodule(name)).float().T
@@ -77,7 +77,7 @@ def test_a_config_shared_with_the_teacher_is_left_alone():
     teacher = tiny("llama")
     student = LlamaForCausalLM(teacher.config)
     assert student.config is teacher.config
-    factorize(student, plan(student, FactorizeConfig(rank=4)))
+    factorize(student, plan_factors(student, FactorizeConfig(rank=4)))
     assert not hasattr(teacher.config, "quantization_config")
     configs = {id(module.config) for module in student.modules() if hasattr(module, "config")}
     assert configs == {id(student.config)}
@@ -85,7 +85,7 @@ def test_a_config_shared_with_the_teacher_is_left_alone():
 
 def test_weights_that_are_not_finite_are_refused_and_nothing_changes():
     model = tiny("llama")
-    ranks = plan(model, FactorizeConfig(rank=4))
+    ranks = plan_factors(model, FactorizeConfig(rank=4))
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.down_proj"):

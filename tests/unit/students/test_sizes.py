@@ -1,4 +1,4 @@
-"""Parameter counts of the papers' models from configs alone, and what plan() accepts."""
+"""Parameter counts of the papers' models from configs alone, and what plan_factors() accepts."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from llmdistill.config.command_line import with_values
 from llmdistill.errors import UserError
 from llmdistill.students.counting import build_reference, count_parameters
 from llmdistill.students.install import install
-from llmdistill.students.sizes import parse_target, plan, rank_budget, summarize
+from llmdistill.students.sizes import parse_target, plan_factors, rank_budget, summarize
 
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 LLAMA_1B |= {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}
@@ -102,7 +102,7 @@ def test_counts_of_kroneckerbert(attention, ffn, columns, sums, student, without
 def test_target_is_the_largest_rank_below(tie, embedding_rank, form):
     def count(settings):
         model = tiny_llama(tie_word_embeddings=tie)
-        install(model, plan(model, FactorizeConfig(**settings, embedding_rank=embedding_rank, form=form)))
+        install(model, plan_factors(model, FactorizeConfig(**settings, embedding_rank=embedding_rank, form=form)))
         return count_parameters(model)
 
     by_rank = {rank: count({"rank": rank}) for rank in range(4, 9)}
@@ -125,10 +125,11 @@ def wide_llama(width, layers=5):
 def test_a_target_is_spent_on_multiples(width, multiple, units, target, form):
     model, settings = wide_llama(width), {"target_params": target, "form": form}
     shapes = {
-        name: tuple(model.get_submodule(name).weight.shape) for name in plan(model, FactorizeConfig(rank=1)).sizes
+        name: tuple(model.get_submodule(name).weight.shape)
+        for name in plan_factors(model, FactorizeConfig(rank=1)).sizes
     }
-    ranks = plan(model, FactorizeConfig(**settings, rank_multiple=multiple)).sizes
-    exact = plan(model, FactorizeConfig(**settings, rank_multiple=1)).sizes
+    ranks = plan_factors(model, FactorizeConfig(**settings, rank_multiple=multiple)).sizes
+    exact = plan_factors(model, FactorizeConfig(**settings, rank_multiple=1)).sizes
     (rank,) = set(exact.values())
     for name, given in ranks.items():
         unit = units[min(shapes[name])]
@@ -137,7 +138,7 @@ def test_a_target_is_spent_on_multiples(width, multiple, units, target, form):
 
     def count(sizes):
         student = wide_llama(width)
-        install(student, replace(plan(student, FactorizeConfig(rank=1, form=form)), sizes=sizes))
+        install(student, replace(plan_factors(student, FactorizeConfig(rank=1, form=form)), sizes=sizes))
         return count_parameters(student)
 
     most, spent, spent_exactly = parse_target(target, count_parameters(model)), count(ranks), count(exact)
@@ -148,13 +149,14 @@ def test_a_target_is_spent_on_multiples(width, multiple, units, target, form):
     assert spent_exactly <= most
     # A target of what was spent gives the same student, as comparisons of starts rely on.
     assert (
-        plan(model, FactorizeConfig(**{**settings, "target_params": str(spent)}, rank_multiple=multiple)).sizes == ranks
+        plan_factors(model, FactorizeConfig(**{**settings, "target_params": str(spent)}, rank_multiple=multiple)).sizes
+        == ranks
     )
 
 
 def test_a_rank_that_is_given_stays():
-    assert set(plan(wide_llama(1024), FactorizeConfig(rank=101)).sizes.values()) == {101}
-    assert set(plan(wide_llama(1024), FactorizeConfig(ranks={"*.q_proj": 101})).sizes.values()) == {101}
+    assert set(plan_factors(wide_llama(1024), FactorizeConfig(rank=101)).sizes.values()) == {101}
+    assert set(plan_factors(wide_llama(1024), FactorizeConfig(ranks={"*.q_proj": 101})).sizes.values()) == {101}
 
 
 def test_parse_target():
@@ -168,7 +170,7 @@ def test_parse_target():
 
 def test_patterns_first_match_counts_and_is_literal():
     given = {"model.layers.0.*.q_proj": 32, "*.q_proj": 4, "*.mlp.*": 7}
-    ranks = plan(tiny_llama(), FactorizeConfig(ranks=given)).sizes
+    ranks = plan_factors(tiny_llama(), FactorizeConfig(ranks=given)).sizes
     assert ranks["model.layers.0.self_attn.q_proj"] == 32
     assert ranks["model.layers.1.self_attn.q_proj"] == 4
     assert ranks["model.layers.1.mlp.down_proj"] == 7
@@ -200,7 +202,7 @@ REFUSED = [
 @pytest.mark.parametrize(("method", "settings", "said"), REFUSED)
 def test_refuses_in_one_sentence(method, settings, said):
     with pytest.raises(UserError, match=f"^.*{said}.*$"):
-        plan(tiny_llama(), FactorizeConfig(**settings), method)
+        plan_factors(tiny_llama(), FactorizeConfig(**settings), method)
 
 
 @pytest.mark.parametrize(("settings", "said"), [
@@ -219,15 +221,15 @@ def test_a_tied_head_of_an_encoder_cannot_stay_dense(auto):
     """The model that is counted has no head, the one that learns has."""
     settings = FactorizeConfig(shapes={"*.layer.*": "2x2", "cls.predictions.decoder": "dense"}, embedding_columns=4)
     with pytest.raises(UserError, match=r"cls\.predictions\.decoder to stay dense, but it is tied"):
-        plan(meta(tiny_config("bert"), auto), settings, "kronecker")
+        plan_factors(meta(tiny_config("bert"), auto), settings, "kronecker")
 
 
 def test_out_of_reach_target_names_a_range_that_is_reachable():
     with pytest.raises(UserError) as caught:
-        plan(tiny_llama(), FactorizeConfig(target_params="1000"))
+        plan_factors(tiny_llama(), FactorizeConfig(target_params="1000"))
     least, most = re.search(r"give ([\d,]+) to ([\d,]+)", str(caught.value)).groups()
     for bound, rank in ((least, 1), (most, 19)):
-        ranks = plan(tiny_llama(), FactorizeConfig(target_params=bound.replace(",", ""))).sizes
+        ranks = plan_factors(tiny_llama(), FactorizeConfig(target_params=bound.replace(",", ""))).sizes
         assert set(ranks.values()) == {rank}
 
 

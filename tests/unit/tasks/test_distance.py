@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_model
 
 from llmdistill.batch import IGNORE_INDEX, Batch
-from llmdistill.tasks.distance import HOPELESS, Distance, compare, first_tokens, sample_texts, see
+from llmdistill.tasks.distance import HOPELESS, Distance, compare_rows, cut_to_tokens, read_rows, sample_texts
 
 
 def batch_of(lengths: list[int], prompt: int) -> Batch:
@@ -34,21 +34,21 @@ def test_the_distance_is_that_of_plain_logits(kind):
             p, q, label = theirs[row, place], ours[row, place], batch.labels[row, place + 1]
             divergence += float((p.exp() * (p - q)).sum())
             loss, teacher_loss, count = loss - float(q[label]), teacher_loss - float(p[label]), count + 1
-    found = compare(see(teacher, batches, "teacher"), see(student, batches, "student"))
+    found = compare_rows(read_rows(teacher, batches, "teacher"), read_rows(student, batches, "student"))
     assert found.tokens == count == 14
     assert found.divergence == pytest.approx(divergence / count, abs=1e-5)
     assert found.perplexity == pytest.approx(math.exp(loss / count), rel=1e-4)
     assert found.teacher_perplexity == pytest.approx(math.exp(teacher_loss / count), rel=1e-4)
-    itself = compare(see(teacher, batches, "teacher"), see(teacher, batches, "teacher"))
+    itself = compare_rows(read_rows(teacher, batches, "teacher"), read_rows(teacher, batches, "teacher"))
     assert itself.divergence == pytest.approx(0, abs=1e-6)
 
 
 def test_so_many_tokens_are_read_and_no_row_is_cut():
     batches = [batch_of([9, 5], 0), batch_of([7, 7], 0), batch_of([3], 0)]
-    assert [len(each.input_ids) for each in first_tokens(batches, 1000)] == [2, 2, 1]
-    assert [len(each.input_ids) for each in first_tokens(batches, 16)] == [2, 1]
-    assert [len(each.input_ids) for each in first_tokens(batches, 14)] == [2]
-    assert [len(each.input_ids) for each in first_tokens(batches, 1)] == [1]
+    assert [len(each.input_ids) for each in cut_to_tokens(batches, 1000)] == [2, 2, 1]
+    assert [len(each.input_ids) for each in cut_to_tokens(batches, 16)] == [2, 1]
+    assert [len(each.input_ids) for each in cut_to_tokens(batches, 14)] == [2]
+    assert [len(each.input_ids) for each in cut_to_tokens(batches, 1)] == [1]
 
 
 def test_the_words_follow_the_nats():

@@ -165,7 +165,7 @@ def short(parse):
 
 def counted(config: RunConfig) -> Plan:
     plan = make_plan(config)
-    return assemble.count_steps(plan, prepared(plan))
+    return assemble.with_counted_steps(plan, prepared(plan))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -11,7 +11,7 @@ from llmdistill.methods import METHODS
 from llmdistill.models.load import build_meta
 from llmdistill.planning.step import ForecastModels, StepTrace, trace_step
 from llmdistill.students.install import install
-from llmdistill.students.sizes import plan
+from llmdistill.students.sizes import plan_factors
 
 WORDS, ROWS, TOKENS = 5000, 2, 16
 
@@ -19,7 +19,7 @@ WORDS, ROWS, TOKENS = 5000, 2, 16
 def trace_of(name: str, **changes) -> StepTrace:
     config = tiny_config(name, vocab_size=WORDS, **changes)
     teacher, student = build_meta(config, "lm_head"), build_meta(config, "lm_head")
-    install(student, plan(student, FactorizeConfig(rank=4)))
+    install(student, plan_factors(student, FactorizeConfig(rank=4)))
     entry = METHODS["kd"]
     method = entry.build(entry.settings(), config, config)
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig, ReformerConfig
 
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.training.start import RUN_FILE, choose_start, settle, settle_compress
+from llmdistill.training.defaults import RUN_FILE, choose_start, settle, settle_compress
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 LLAMA = LlamaConfig(**SIZES)

@@ -16,13 +16,13 @@ LossModes = Mapping[str, Mapping[str, bool]]
 """`TappedModel.shortcut` and `TappedModel.makes_mask` of each model, by its name; a checkpoint stores them."""
 
 
-def check_models(teacher: Teacher | None, student: TappedModel, batch: Batch) -> LossModes:
-    """Check all models as `check_losses` does; a teacher with another tokenizer reads the batch in its own tokens."""
-    teacher_modes = {} if teacher is None else check_losses(teacher.live, teacher.retokenize(batch))
-    return {**teacher_modes, **check_losses({"student": student}, batch)}
+def choose_modes_of_models(teacher: Teacher | None, student: TappedModel, batch: Batch) -> LossModes:
+    """Choose the modes of teacher and student; a teacher with another tokenizer reads the batch in its own tokens."""
+    teacher_modes = {} if teacher is None else choose_loss_modes(teacher.live, teacher.retokenize(batch))
+    return {**teacher_modes, **choose_loss_modes({"student": student}, batch)}
 
 
-def check_losses(models: Mapping[str, TappedModel], batch: Batch) -> LossModes:
+def choose_loss_modes(models: Mapping[str, TappedModel], batch: Batch) -> LossModes:
     """Compare our loss with that of each model on the first batch; where they differ, use the model's own logits.
 
     Every rank must call this function, with models in evaluation mode and its own first batch, and all decide alike. A
