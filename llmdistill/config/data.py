@@ -306,7 +306,7 @@ class DataConfig:
             raise ValueError(f"data.train {self.train} holds instructions, but data.kind is {self.kind}: name a {what}")
 
     @property
-    def on_policy_reason(self) -> str | None:
-        """Says that a model writes answers during the training; None if all answers are given."""
+    def why_answers_change(self) -> str | None:
+        """Why the answers of a prompt change from step to step, as part of a sentence; None if they are given."""
         share = self.on_policy
         return f"data.on_policy {share:g} has the student write some of the answers" if share > 0 else None

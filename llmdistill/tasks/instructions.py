@@ -54,7 +54,7 @@ class Instructions(Task):
     def changing_examples(self, *, causal: bool) -> str | None:
         if self.config.data.streaming:
             return "data.streaming reads the examples while it trains"
-        return self.config.data.on_policy_reason
+        return self.config.data.why_answers_change
 
     def check_model(self, key: str, reference: str, config: PreTrainedConfig) -> None:
         if not is_causal(config):
@@ -230,7 +230,7 @@ class InstructionData(TaskData):
             if len(before_ours) == len(before_theirs):  # else the teacher reads the student's text as it is
                 prompts |= dict(zip(before_ours, before_theirs.values(), strict=True))
             # A student that writes answers itself is asked by the prompt of the last one.
-            if self.task.config.data.on_policy_reason or len(before_ours) == 1:
+            if self.task.config.data.why_answers_change or len(before_ours) == 1:
                 prompts[sample_id(our.last_prompt)] = their.last_prompt
         return prompts
 

@@ -65,7 +65,7 @@ class BatchSource(Protocol):
 
 def batch_source(plan: Plan) -> BatchSource:
     """Return where the batches of a run come from."""
-    return DataBatches(plan) if plan.config.data.on_policy_reason is None else StudentBatches(plan)
+    return DataBatches(plan) if plan.config.data.why_answers_change is None else StudentBatches(plan)
 
 
 @dataclass(frozen=True)
