@@ -27,7 +27,7 @@ class DiskNeed:
     student: int
     """A student without its forms."""
     students: int
-    """How many untrained students are written: the run's, and a copy where a server of rollouts reads one."""
+    """How many untrained students are written: the run's, and a copy that another process reads meanwhile."""
     trained: int
     """A trained student, in the forms in which it is saved."""
     trained_students: int
