@@ -152,7 +152,7 @@ def count_data(plan: Plan) -> Counts | None:
     if not can_cache(plan) or names_teacher(written):  # no row is there to count
         return None
     plan = plan if written is plan.config else make_plan(written)
-    if plan.before is None:  # a plan from configurations alone has no folder of the tokenizer
+    if plan.teacher_plan is None:  # a plan from configurations alone has no folder of the tokenizer
         plan = make_plan(plan.config)
     data = plan.task.read(plan.models).prepare()
     return count_examples(plan, data)

@@ -14,10 +14,10 @@ from llmdistill.config.teacher import CacheConfig
 from llmdistill.errors import UserError
 from llmdistill.planning.layout import (
     CACHED,
-    CUT,
     PARTS,
     SHARDINGS,
     TEACHER_ZERO,
+    TENSOR_PARALLEL,
     Duration,
     Layout,
     Sizes,
@@ -162,8 +162,10 @@ def make_choices(
     tokens = ends[0][1].input_ids.numel()
     if models.teacher is not None:
         teachers = [] if plan.is_cached else [*shardings(machine)]
-        if plan.config.teacher.sharding == CUT and not plan.is_cached:  # few methods and architectures take it
-            cut, teachers = CutSizes.of(models.teacher, machine.ranks_of_node), [CUT]
+        if (
+            plan.config.teacher.sharding == TENSOR_PARALLEL and not plan.is_cached
+        ):  # few methods and architectures take it
+            cut, teachers = CutSizes.of(models.teacher, machine.ranks_of_node), [TENSOR_PARALLEL]
             sizes = replace(sizes, cut_bytes=cut.cut_bytes)
     cache_trace, forecast = None, None
     request = cache or CacheRequest()
@@ -318,7 +320,7 @@ def propose(choices: Sequence[LayoutChoice], micro_batch_size: int | None = None
         alike,
         key=lambda choice: (
             simplest.index(choice.ds_config),
-            [None, *SHARDINGS, CUT, CACHED].index(choice.teacher),  # the simplest first
+            [None, *SHARDINGS, TENSOR_PARALLEL, CACHED].index(choice.teacher),  # the simplest first
             choice.checkpointing,
             choice.total,
         ),

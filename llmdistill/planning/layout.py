@@ -36,7 +36,7 @@ PARTS = {
 """Part of the memory -> its description, and a remedy that makes it smaller."""
 SHARDINGS = ("replicated", "node", "zero3")
 """Values of teacher.sharding that any teacher takes, the simplest first."""
-CUT = "tensor"
+TENSOR_PARALLEL = "tensor"
 """A teacher whose layers are cut across the ranks of a node."""
 CACHED = "cached"
 """A teacher that is a file (teacher.cache)."""
@@ -201,7 +201,7 @@ class Layout:
     def resident_teacher(self) -> dict[str, float]:
         """The bytes of the teacher on a rank: its own weights and the gathered ones, or a cached one's head alone."""
         sizes = self.sizes
-        if self.teacher == CUT:
+        if self.teacher == TENSOR_PARALLEL:
             return {"teacher": sizes.teacher_bytes - sizes.cut_bytes * (1 - 1 / self.machine.ranks_of_node)}
         if self.sharers == 1:
             return {"teacher": sizes.cached_head_bytes if self.teacher == CACHED else sizes.teacher_bytes}
@@ -274,7 +274,7 @@ class Layout:
     @property
     def node_bytes(self) -> float:
         """The bytes that a rank sends in a step to the ranks of its node alone: those of a teacher of the node."""
-        if self.teacher == CUT:
+        if self.teacher == TENSOR_PARALLEL:
             ranks, sent = self.machine.ranks_of_node, 2 * self.summed_bytes + self.exchanged_bytes
             return (ranks - 1) / ranks * self.accumulation_steps * sent  # an all-reduce sends twice
         return self._gathered_teacher_bytes if self.teacher == "node" else 0

@@ -171,11 +171,11 @@ def process_group(command: str = "", *, needed: bool = True) -> Iterator[World]:
         return
     world = init_distributed(command)
     if _node is not None:
-        signals.end_at_signal_if(_node.report_lost_ranks)
+        signals.end_if_hopeless(_node.report_lost_ranks)
     try:
         yield world
     except BaseException:
-        signals.end_at_signal_if(None)  # this rank says why it ends, or all ranks end
+        signals.end_if_hopeless(None)  # this rank says why it ends, or all ranks end
         if world.size == 1:
             shut_down()
         raise
@@ -343,6 +343,6 @@ def shut_down() -> None:
     """Leave the process group, if there is one."""
     global _control, _node, _joined
     _control = _node = _joined = None
-    signals.end_at_signal_if(None)
+    signals.end_if_hopeless(None)
     if dist.is_initialized():
         dist.destroy_process_group()

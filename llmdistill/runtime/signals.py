@@ -115,7 +115,7 @@ def line_start() -> str:
     return "\n" if _interrupted.is_set() and sys.stderr.isatty() else ""
 
 
-def end_at_signal_if(is_hopeless: Callable[[], bool] | None) -> None:
+def end_if_hopeless(is_hopeless: Callable[[], bool] | None) -> None:
     """End this process at once at a signal if `is_hopeless` says, in another thread, that its work cannot go on."""
     _state.is_hopeless = is_hopeless
 

@@ -29,7 +29,7 @@ def run_chain(
     searching = find_searching_method(last.config)
     # What was made of an earlier student, or of an assistant with fewer steps, would not be made again.
     is_only_run = not assistants and then is None and searching is None
-    with claim_folder(last.asked, may_go_on=is_only_run):
+    with claim_folder(last.recorded, may_go_on=is_only_run):
         # A chain and no study: each assistant is the next one's teacher, and nothing is chosen among them.
         for plan in assistants:
             print_main(f"The assistant {plan.config.student.shape} learns from {plan.config.teacher.model}")
@@ -37,7 +37,7 @@ def run_chain(
         if searching is not None:
             search = LayerSearch(folder=last.folder / "layer-search", plan=last, name=searching)
             chosen = search.conduct(lambda part: run_plan(part, data.for_models(part.models)))
-            last = make_plan(last.config.with_settings(searching, teacher_layer=chosen), last.before)
+            last = make_plan(last.config.with_settings(searching, teacher_layer=chosen), last.teacher_plan)
         run_claimed(last, data.for_models(last.models), callbacks)
         if then is not None:
             then()

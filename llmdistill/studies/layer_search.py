@@ -65,7 +65,7 @@ class LayerSearch(Study):
         layers = self.plan.config.method_settings[self.name].search.layers
         pairs = [self._trials(layer + 1) for layer in parse_layers(layers, num_layers, key=key)]
         # A probe can be planned only when the relations are learned, because that trial writes the probe's student.
-        runner = InProcess(lambda config: run(make_plan(config, self.plan.before)))
+        runner = InProcess(lambda config: run(make_plan(config, self.plan.teacher_plan)))
         for kind, trials in zip(("relations", "probes"), zip(*pairs, strict=True), strict=True):
             outcome = self.run([PlannedRow(key=kind, trials=trials)], runner)[kind]
             for result in outcome.failed:

@@ -70,4 +70,4 @@ def check_liger(plan: Plan, device: torch.device) -> None:
 
 def can_cache(plan: Plan) -> bool:
     """Whether a cache can take the place of a run's teacher, and the same command does not make this teacher first."""
-    return plan.before is None and plan.cache_obstacle is None
+    return plan.teacher_plan is None and plan.cache_obstacle is None

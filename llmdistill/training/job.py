@@ -86,13 +86,13 @@ def prepare_runs(plans: Sequence[Plan], data: TaskData) -> tuple[TaskData, list[
 
 def run_plan(plan: Plan, data: TaskData) -> dict[str, Any]:
     """Execute a run from its plan unless it is finished, and return its metrics.json; every rank must call it."""
-    with claim_folder(plan.asked):
-        if on_main(lambda: finished_metrics(plan.asked)) is None:
+    with claim_folder(plan.recorded):
+        if on_main(lambda: finished_metrics(plan.recorded)) is None:
             run_claimed(plan, data)
             gc.collect()  # engines have reference cycles, and several engines would not fit into memory
         else:
             on_main(lambda: check_students(plan.folder))
-        metrics = on_main(lambda: finished_metrics(plan.asked))
+        metrics = on_main(lambda: finished_metrics(plan.recorded))
     assert metrics is not None
     return metrics
 

@@ -58,15 +58,15 @@ class Plan:
 
     config: RunConfig
     """The configuration; it has the numbers of steps once the training set is read."""
-    asked: RunConfig
-    """The configuration as given by the user, with data.prompt resolved; the run folder identifies the run by it."""
+    recorded: RunConfig
+    """The configuration with its defaults settled, before epochs became steps; the run folder knows the run by it."""
     task: Task
     ds_config: dict[str, Any]
     split: BatchSplit
     world_size: int
     method: Method
     models: RunModels
-    before: Plan | None = None
+    teacher_plan: Plan | None = None
     """The plan of the run whose student is this run's teacher, if the same command executes both."""
     notes: list[str] = field(default_factory=list)
     """Notes on the plan for the user."""
@@ -204,7 +204,7 @@ def make_plan(
         larger = [f"the student has {ratio:.0%} of the teacher's parameters"]
     plan = Plan(
         config=config,
-        asked=config,
+        recorded=config,
         task=task,
         ds_config=ds_config,
         split=split,
@@ -227,7 +227,7 @@ def make_plan(
             teachers=teachers,
             teacher_origin=None if teacher is None or teacher in pending else origin(locate(teacher)),
         ),
-        before=before,
+        teacher_plan=before,
         notes=[*settled.notes, *tokens.notes, *larger],
     )
     check_plan(plan)

@@ -39,7 +39,7 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
     share = metrics["student"]["params"] / teacher.params if "student" in metrics else plan.models.sizes["ratio"]
     defaults = build({"ds_config": ""}, RunConfig, METHODS)  # a parser would take longer than a short run's steps
     places = ("output_dir", "resume", "ds_config")
-    given = {key: value for key, value in to_dict(plan.asked).items() if key not in places}
+    given = {key: value for key, value in to_dict(plan.recorded).items() if key not in places}
     data, is_task = config.data, config.data.kind == "task"
     data_name = str(data.task.name) if is_task else without_paths(str(data.train))
     hub = (plan.task.hub if data.task.dir is None else None) if is_task else hub_name(data.train)

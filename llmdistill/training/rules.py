@@ -51,7 +51,7 @@ def _is_bare(plan: Plan) -> bool:
     models = plan.models
     bare = MODEL_MAPPING_NAMES.get(models.teacher.model_type, "")  # several of Funnel
     is_bare = (models.teacher.architectures or [""])[0] in ({bare} if isinstance(bare, str) else bare)
-    return is_bare and not models.causal and plan.before is None and plan.task.head is None
+    return is_bare and not models.causal and plan.teacher_plan is None and plan.task.head is None
 
 
 def _list_sharded(config: RunConfig) -> list[str]:

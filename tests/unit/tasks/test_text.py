@@ -186,7 +186,7 @@ def test_epochs_are_steps_rounded_up(short, epochs, steps):
     assert estimate_cost(plan)["tokens"] == steps * 8 * 12
     assert f"{epochs} epoch(s) are {steps} steps" in headline(plan, "a text")
     assert counted(short("--train.epochs", str(epochs))).config == plan.config, "a resumed run finds its steps"
-    assert plan.asked.train.epochs == epochs, "the folder knows the run by what was asked"
+    assert plan.recorded.train.epochs == epochs, "the folder knows the run by what was asked"
 
 
 def test_epochs_are_those_of_the_fraction_and_the_validation_text_stays_whole(short, tmp_path):

@@ -150,7 +150,7 @@ def test_temporary_folders_of_killed_processes_are_removed(parse, tmp_path):
 
 @pytest.mark.parametrize("recorded", [{"rank_multiple": 1}, {}], ids=["default", "unknown"])
 def test_a_run_of_a_version_with_other_defaults_goes_on_with_them(parse, tmp_path, recorded):
-    config, file = make_plan(parse()).asked, tmp_path / "run" / "run.json"
+    config, file = make_plan(parse()).recorded, tmp_path / "run" / "run.json"
     assert config.student.factorize.rank_multiple == "auto"
     claim(config)
     record = json.loads(file.read_text())
@@ -161,7 +161,7 @@ def test_a_run_of_a_version_with_other_defaults_goes_on_with_them(parse, tmp_pat
     refuses("rank_multiple was 1 and is now auto", claim, config)
     metrics = finish(config)
     assert finished_metrics(config) == metrics
-    as_before = make_plan(parse()).asked
+    as_before = make_plan(parse()).recorded
     assert as_before.student.factorize.rank_multiple == 1
     claim(as_before)
     assert make_plan(parse("--student.factorize.rank_multiple", "8")).config.student.factorize.rank_multiple == 8
