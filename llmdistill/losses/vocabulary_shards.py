@@ -46,7 +46,7 @@ class VocabularyShards(NamedTuple):
 
     @property
     def heads(self) -> tuple[HeadInputs, ...]:
-        """None: no rank has a whole head, and DeepSpeed shards none of its parts."""
+        """Empty: no rank has a whole head, and DeepSpeed shards none of its parts."""
         return ()
 
     @property
