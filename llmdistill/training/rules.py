@@ -124,7 +124,7 @@ BARE_TEACHER = Condition(
     detail=lambda plan: str((plan.models.teacher.architectures or [""])[0]),
 )
 TEACHER_WITH_OWN_MASKS = Condition(
-    typed="a teacher whose masks transformers makes",
+    typed="a teacher that makes its own attention mask",
     of_plan=lambda plan: plan.method.needs_teacher and has_own_masks(plan.models.teacher),
     detail=lambda plan: plan.models.teacher.model_type,
 )
@@ -270,7 +270,7 @@ GIVEN_FEW_BIT_STUDENT = Condition(
     detail=lambda plan: str(bits_of(plan.models.student)),
 )
 STUDENT_WITH_OWN_MASKS = Condition(
-    typed="a student whose masks transformers makes",
+    typed="a student that makes its own attention mask",
     of_plan=lambda plan: has_own_masks(plan.models.student),
     detail=lambda plan: plan.models.student.model_type,
 )
