@@ -47,11 +47,11 @@ def leave_out_shared_memory() -> None:
 
 
 def judge_by_norm(engine: Any, *, in_fp32: bool) -> None:
-    """Let ZeRO-1 and 2 learn from the gradient's norm alone, which they take anyway, that it is not finite.
+    """Let ZeRO-1 and 2 tell by the norm of a gradient alone whether it is finite; they compute the norm anyway.
 
-    Before it they take the greatest and the least value of each tensor: 14 operations a tensor, after which a GPU waits
-    for the host. With `in_fp32` they sum the norm from the gradient as it lies, in place of a copy in fp64, which
-    moves 16 bytes a parameter. `scripts/bench/bench_zero.py` counts both.
+    Left alone, they first search each tensor for its greatest and least value, which takes 14 operations a tensor, and
+    then the host waits for the GPU. With `in_fp32` the norm is summed without the fp64 copy that DeepSpeed makes of the
+    gradient, and 16 bytes a parameter are not moved. `scripts/bench/bench_zero.py` counts both.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() not in (1, 2) or optimizer.cpu_offload or not optimizer.compute_grad_norm:

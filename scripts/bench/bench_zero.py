@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -34,6 +33,7 @@ from llmdistill.files import read_json, write_json
 from llmdistill.internals import deepspeed_names
 from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.runtime.engine import split_batch, student_ds_config
+from llmdistill.runtime.launch import free_port
 
 WIDTH, MATRICES = 256, 24
 ONLY_WRITTEN = ("copy_", "zero_", "fill_")
@@ -157,14 +157,11 @@ def main() -> None:
     show("no DeepSpeed, 1", Figures(0, 0), floor())
     for name in options.ds_config:
         for ranks in options.ranks:
-            with TemporaryDirectory() as folder, socket.socket() as free:
+            with TemporaryDirectory() as folder:
                 split = split_batch(ranks, None, ranks)
                 of_ranks = replace(settings, global_batch_size=ranks)
                 ds_config = student_ds_config(read_ds_config(name), name, of_ranks, split, output_dir=folder)
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-                free.close()
-                processes.spawn(count, (ranks, port, ds_config, Path(folder) / "figures.json"), nprocs=ranks)
+                processes.spawn(count, (ranks, free_port(), ds_config, Path(folder) / "figures.json"), nprocs=ranks)
                 for way, rows in read_json(Path(folder) / "figures.json").items():
                     show(f"{name}, {ranks}, {way}", *(Figures(*row) for row in rows))
 
