@@ -87,9 +87,9 @@ def learnable_row(
     ]
     # Compare tokens first and texts second: with some tokenizers the end of the prompt and the beginning of the answer
     # merge into one token of the chat.
-    for is_written in (_has_tokens, _has_text):
+    for as_text in (False, True):
         for filled, candidate in as_chats:
-            if is_written(filled, ids, tokenizer):
+            if _is_written(filled, ids, tokenizer, as_text=as_text):
                 return answered_row(example, candidate.content, candidate.fields)
     special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     if reply.is_read or any(mark in raw and mark in str(tokenizer.chat_template) for mark in special):
@@ -97,21 +97,20 @@ def learnable_row(
         # Tokenizing a completion appends the end token again.
         completion = _decode(ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids, tokenizer)
         as_it_is = Example("", "", (completion,), raw_prompt=prompt)
-        if _has_tokens(as_it_is, ids, tokenizer):
+        if _is_written(as_it_is, ids, tokenizer):
             return answered_row(as_it_is, completion)
     return answered_row(example, text, reply.fields)
 
 
-def _has_tokens(example: Example, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether an example has the tokens of its prompt and then these, which only an end may follow."""
+def _is_written(example: Example, ids: list[int], tokenizer: PreTrainedTokenizerBase, *, as_text: bool = False) -> bool:
+    """Return whether an example has the tokens, or their text, of its prompt and then of these; an end may follow."""
     item = _encode(example, tokenizer)
-    return item is not None and [*item.last_prompt, *ids] == item.ids[: len(item.last_prompt) + len(ids)]
-
-
-def _has_text(example: Example, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return the same for the text of the tokens."""
-    item = _encode(example, tokenizer)
-    return item is not None and _decode(item.ids, tokenizer).startswith(_decode([*item.last_prompt, *ids], tokenizer))
+    if item is None:
+        return False
+    wanted = [*item.last_prompt, *ids]
+    if as_text:
+        return _decode(item.ids, tokenizer).startswith(_decode(wanted, tokenizer))
+    return wanted == item.ids[: len(wanted)]
 
 
 def _encode(example: Example, tokenizer: PreTrainedTokenizerBase) -> Encoded | None:

@@ -8,7 +8,6 @@ DeepSpeed 0.19.8; `tests/unit/test_internals.py` says which name is gone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -57,20 +56,17 @@ def judge_by_norm(engine: Any, *, in_fp32: bool) -> None:
     if engine.zero_optimization_stage() not in (1, 2) or optimizer.cpu_offload or not optimizer.compute_grad_norm:
         return
     optimizer.check_overflow = lambda *_, **__: None  # the step takes the norm next, and skips if it is not finite
+
+    def norm(gradients: Iterable[Tensor], parameters: object, norm_type: float = 2) -> Tensor:
+        # Squares that overflow fp32 make it inf, as they do where DeepSpeed combines the norms of its groups.
+        own = [each for each in gradients if not getattr(each, "_zero_padding", False)]
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in own]
+        squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)
+        dist.all_reduce(squares, group=optimizer.dp_process_group)
+        return squares.sqrt()
+
     if in_fp32:
-        optimizer.get_grad_norm_direct = partial(_norm_in_place, optimizer)
-
-
-def _norm_in_place(optimizer: Any, gradients: Iterable[Tensor], parameters: object, norm_type: float = 2) -> Tensor:
-    """Return the 2-norm of all ranks' gradients, summed in fp32 without a copy of any.
-
-    Squares that overflow fp32 make it inf, as they do where DeepSpeed combines the norms of its groups.
-    """
-    own = [each for each in gradients if not getattr(each, "_zero_padding", False)]
-    norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in own]
-    squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)
-    dist.all_reduce(squares, group=optimizer.dp_process_group)
-    return squares.sqrt()
+        optimizer.get_grad_norm_direct = norm
 
 
 def optimizer_of(engine: Any) -> torch.optim.Optimizer:

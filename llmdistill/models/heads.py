@@ -86,14 +86,6 @@ EMBEDDINGS = Targets(
 """The embedding that the teacher gives to each sequence; the output is (B, W)."""
 
 
-def _read_spans(outputs: Inputs, batch: Batch) -> Tensor | None:
-    if "start_logits" not in outputs:
-        return None
-    # Padding is no place for an answer: the distribution of a sequence must not depend on its batch.
-    spans_B2T = torch.stack([outputs["start_logits"], outputs["end_logits"]], dim=1)
-    return spans_B2T.masked_fill((batch.attention_mask == 0)[:, None], float("-inf"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """What a model ends in."""
@@ -171,7 +163,14 @@ HEADS: dict[HeadName, Head] = {
         missing="a head for spans (start and end of an answer)",
         pipeline_tag="question-answering",
         targets=lambda config: SPANS,
-        output=_read_spans,
+        # Padding is no place for an answer: the distribution of a sequence must not depend on its batch.
+        output=lambda outputs, batch: (
+            torch.stack([outputs["start_logits"], outputs["end_logits"]], dim=1).masked_fill(
+                (batch.attention_mask == 0)[:, None], float("-inf")
+            )
+            if "start_logits" in outputs
+            else None
+        ),
     ),
     # An encoder, with the Dense of sentence-transformers if it has one.
     "embedding": Head(auto_class="AutoModel", targets=lambda config: EMBEDDINGS, load_rest=load_dense),

@@ -57,7 +57,19 @@ def draw_comparison(comparison: Comparison) -> list[Drawing]:
     for text in measures:
         drawings += _draw_scores(comparison, styles, text)
     for start in dict.fromkeys(row.start for row in rows if row.trained):
-        drawings += _draw_curves([row for row in rows if row.start == start], start)
+        of_start = [row for row in rows if row.start == start]
+        by_method = plots.method_styles([row.name for row in of_start], plain=(TEACHER, UNTRAINED))
+        for key, (label, caption) in _CURVES.items():
+            candidates = [
+                (row, plots.mean_curve([row.logs.get(run.folder, []) for run in row.ended], key)) for row in of_start
+            ]
+            curves = [(row.label, by_method[row.name], curve) for row, curve in candidates if plots.is_line(curve)]
+            if curves:
+                if key == "valid_loss" and not comparison.score.compares_losses:
+                    caption += " It is each method's own loss, so that the heights of two methods cannot be compared."
+                figure = plots.plot_curves(curves, label)
+                drawings.append(_name_by_start(Drawing("learning_curves", "Learning curves", caption, figure), start))
+                break
     for row in rows:
         logs = [row.logs.get(run.folder, []) for run in row.ended]
         terms = {term: curve for term in row.terms if plots.is_line(curve := plots.mean_curve(logs, term))}
@@ -119,19 +131,6 @@ def _name_by_start(drawing: Drawing, start: str) -> Drawing:
     if not start:
         return drawing
     return drawing._replace(name=f"{drawing.name}_{start}", title=f"{drawing.title}: from {start}")
-
-
-def _draw_curves(rows: Sequence[ComparisonRow], start: str) -> list[Drawing]:
-    styles = plots.method_styles([row.name for row in rows], plain=(TEACHER, UNTRAINED))
-    for key, (label, caption) in _CURVES.items():
-        candidates = [(row, plots.mean_curve([row.logs.get(run.folder, []) for run in row.ended], key)) for row in rows]
-        curves = [(row.label, styles[row.name], curve) for row, curve in candidates if plots.is_line(curve)]
-        if curves:
-            if key == "valid_loss" and not rows[0].score.compares_losses:
-                caption += " It is each method's own loss, so that the heights of two methods cannot be compared."
-            figure = plots.plot_curves(curves, label)
-            return [_name_by_start(Drawing("learning_curves", "Learning curves", caption, figure), start)]
-    return []
 
 
 def _draw_size(comparison: Comparison, styles: Mapping[str, plots.Style], text: str | None) -> list[Drawing]:

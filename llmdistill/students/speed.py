@@ -24,10 +24,12 @@ _MARGIN = 1.15
 """From which ratio on a difference is no noise of the clock."""
 
 
+@torch.no_grad()
 def time_products(config: PreTrainedConfig, device: torch.device | str = "cpu") -> tuple[float, float] | None:
     """Return the seconds that the factorized linears of a student take for one token, and dense ones in their place.
 
-    None for a student without them.
+    Of each shape the least time counts; factors and dense matrices run in turns, so that load hits both alike. None for
+    a student without factorized linears.
     """
     by_shape: dict[tuple[object, ...], list[FactorizedLinear]] = {}
     for module in build_reference(config).modules():
@@ -37,11 +39,21 @@ def time_products(config: PreTrainedConfig, device: torch.device | str = "cpu") 
     if not by_shape:
         return None
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    totals = [0.0, 0.0]
+    device, own, in_dense = torch.device(device), 0.0, 0.0
     for modules in by_shape.values():
-        for place, seconds in enumerate(_time_one_shape(modules, dtype, torch.device(device))):
-            totals[place] += seconds * len(modules)
-    return totals[0], totals[1]
+        first = modules[0]
+        size = first.in_features * first.out_features * dtype.itemsize
+        count = max(1, min(len(modules), -(-_BYTES // size)))
+        factors = [_filled(module, dtype, device) for module in modules[:count]]
+        with torch.device("meta"):
+            bare = [nn.Linear(first.in_features, first.out_features, bias=False) for _ in range(count)]
+        dense = [_filled(module, dtype, device) for module in bare]
+        x = torch.full((1, 1, first.in_features), 0.1, dtype=dtype, device=device)
+        # The first round warms up.
+        rounds = [(_run(factors, x) / count, _run(dense, x) / count) for _ in range(_ROUNDS + 1)][1:]
+        own += min(seconds for seconds, _ in rounds) * len(modules)
+        in_dense += min(seconds for _, seconds in rounds) * len(modules)
+    return own, in_dense
 
 
 def describe_speed(config: PreTrainedConfig, device: torch.device | str = "cpu") -> str | None:
@@ -51,26 +63,6 @@ def describe_speed(config: PreTrainedConfig, device: torch.device | str = "cpu")
         return None
     own, dense = (1000 * seconds for seconds in times)
     return f"a token takes {own:.2g} ms by factors, {dense:.2g} dense: see export --to dense"
-
-
-@torch.no_grad()
-def _time_one_shape(modules: list[FactorizedLinear], dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Return the least seconds of a module, and of a dense linear; both run in turns, so that load hits both alike."""
-    first = modules[0]
-    size = first.in_features * first.out_features * dtype.itemsize
-    count = max(1, min(len(modules), -(-_BYTES // size)))
-    factors = [_filled(module, dtype, device) for module in modules[:count]]
-    with torch.device("meta"):
-        bare = [nn.Linear(first.in_features, first.out_features, bias=False) for _ in range(count)]
-    dense = [_filled(module, dtype, device) for module in bare]
-    x = torch.full((1, 1, first.in_features), 0.1, dtype=dtype, device=device)
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(_ROUNDS + 1):
-        for kind, chosen in zip(times, (factors, dense), strict=True):
-            seconds = _run(chosen, x)
-            if number:  # the first round warms up
-                kind.append(seconds / count)
-    return min(times[0]), min(times[1])
 
 
 def _filled(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -326,33 +326,37 @@ def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[Pai
     """
     named = GLUE_TASKS[task]
     rows = _hub_rows(named, split) if data_dir is None else _file_rows(named, split, Path(data_dir) / task)
-    examples = [_example(named, split, row, number, place) for number, (row, place) in enumerate(rows)]
+    examples = list[PairExample]()
+    for number, (row, place) in enumerate(rows):
+        first, second = row[named.sentences[0]], row[named.sentences[1]] if len(named.sentences) > 1 else None
+        target: int | float | None = None
+        index = number
+        if split.startswith("test"):
+            text = row.get(named.index, str(number))  # the lines of MRPC's original file have no numbers
+            if not text.isdecimal() or len(text) > 18:  # what fits into 64 bits
+                raise UserError(
+                    f"{place}: {named.index} {text[:40]!r}, expected a whole number; take GLUE's own test file"
+                )
+            index = int(text)
+        elif named.classes:
+            label = row[named.label]
+            if label not in named.classes:
+                raise UserError(f"{place}: label {label!r}, expected one of {', '.join(named.classes)}; fix the line")
+            target = named.classes.index(label)
+        else:
+            label = row[named.label]
+            try:
+                target = float(label)
+            except ValueError:
+                target = -1.0
+            # A nan fails this comparison too.
+            if not 0 <= target <= BEST_SCORE:
+                raise UserError(f"{place}: label {label!r}, expected a score from 0 to {BEST_SCORE:g}; fix the line")
+        examples.append(PairExample(first, second, target, index))
     if not examples:
         where = f"{HUB_NAME}, {named.hub}" if data_dir is None else Path(data_dir) / task
         raise UserError(f"{where}: {split} holds no example; take GLUE's own download, whole")
     return examples
-
-
-def _example(task: GlueTask, split: Split, row: dict[str, str], number: int, place: str) -> PairExample:
-    first, second = row[task.sentences[0]], row[task.sentences[1]] if len(task.sentences) > 1 else None
-    if split.startswith("test"):
-        text = row.get(task.index, str(number))  # the lines of MRPC's original file have no numbers
-        if not text.isdecimal() or len(text) > 18:  # what fits into 64 bits
-            raise UserError(f"{place}: {task.index} {text[:40]!r}, expected a whole number; take GLUE's own test file")
-        return PairExample(first, second, None, int(text))
-    label = row[task.label]
-    if task.classes:
-        if label not in task.classes:
-            raise UserError(f"{place}: label {label!r}, expected one of {', '.join(task.classes)}; fix the line")
-        return PairExample(first, second, task.classes.index(label), number)
-    try:
-        score = float(label)
-    except ValueError:
-        score = -1.0
-    # A nan fails this comparison too.
-    if not 0 <= score <= BEST_SCORE:
-        raise UserError(f"{place}: label {label!r}, expected a score from 0 to {BEST_SCORE:g}; fix the line")
-    return PairExample(first, second, score, number)
 
 
 def _file_rows(task: GlueTask, split: Split, folder: Path) -> Rows:

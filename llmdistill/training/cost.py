@@ -49,18 +49,19 @@ def forecast(plan: Plan, device: torch.device) -> str | None:
 
 
 def time_here(plan: Plan, flops: float, device: torch.device) -> float | None:
-    """Return the seconds that so many operations take on the ranks of a plan, each a device such as this one."""
-    tflops = _tflops(device)
-    return None if tflops is None else flops / (1e12 * tflops * MachineConfig().product_share * plan.world_size)
+    """Return the seconds that so many operations take on the ranks of a plan, each a device such as this one.
 
-
-def _tflops(device: torch.device) -> float | None:
-    """Return the TFLOP/s of products on a device; None for a GPU that is not known."""
+    None for a GPU that is not known.
+    """
     from llmdistill.runtime.speed import measure_cpu
 
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
-            return float(measure_cpu()["tflops"])
-    properties = torch.cuda.get_device_properties(device)
-    kind = find_gpu(properties.name, properties.total_memory)
-    return None if kind is None else MachineConfig().of_kind(kind, set()).tflops
+            tflops = float(measure_cpu()["tflops"])
+    else:
+        properties = torch.cuda.get_device_properties(device)
+        kind = find_gpu(properties.name, properties.total_memory)
+        if kind is None:
+            return None
+        tflops = MachineConfig().of_kind(kind, set()).tflops
+    return flops / (1e12 * tflops * MachineConfig().product_share * plan.world_size)

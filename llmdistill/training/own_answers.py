@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from urllib.error import HTTPError
@@ -335,10 +334,13 @@ class ServerWriter:
         if self._period != step // self.every:
             self._send_weights()
         self._period = step // self.every
-        while True:
+
+        def answers() -> list[list[WrittenAnswer]]:
             futures = [[self.server.ask(prompt) for prompt in prompts] for prompts in micro_batches]
-            # A UserError of one rank stops all of them.
-            written = on_every(partial(_collect, futures))
+            return [[future.result() for future in of_batch] for of_batch in futures]
+
+        while True:
+            written = on_every(answers)  # a UserError of one rank stops all of them
             # After the answers: a server that was restarted in between has lost its stamp.
             stamp = on_main(self.server.stamp)
             if stamp == self._stamp:
@@ -355,10 +357,6 @@ class ServerWriter:
         self.save(self.folder)
         self._stamp = on_main(lambda: uuid.uuid4().hex)  # the same on every rank
         on_main(lambda: self.server.take_weights(self.folder, str(self._stamp)))
-
-
-def _collect(futures: Sequence[Sequence[Future[WrittenAnswer]]]) -> list[list[WrittenAnswer]]:
-    return [[future.result() for future in of_batch] for of_batch in futures]
 
 
 @dataclass(frozen=True)

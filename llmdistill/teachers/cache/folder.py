@@ -107,6 +107,8 @@ class CacheFolder:
         """Read the record; raises UserError if the folder has no finished cache."""
         self.folder = folder
         self.record = read_cache_record(folder)
+        # safetensors maps the files, so that only the rows that are used are read from the disk.
+        self._shard = lru_cache(_OPEN_SHARDS)(lambda shard: _open_shard(folder / shard_name(shard)))
 
     def check_files(self) -> None:
         """Check size and sha256 of every file; each rank reads its share of the files, and every rank must call this.
@@ -196,11 +198,6 @@ class CacheFolder:
         all_ids, all_places = np.concatenate(ids), np.concatenate(places)
         order = np.argsort(all_ids, kind="stable")
         return all_ids[order], all_places[order], offsets
-
-    @cached_property
-    def _shard(self) -> Any:
-        # safetensors maps the file, so that only the rows that are used are read from the disk.
-        return lru_cache(_OPEN_SHARDS)(lambda shard: _open_shard(self.folder / shard_name(shard)))
 
 
 def _open_shard(file: Path) -> Any:
