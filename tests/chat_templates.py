@@ -46,6 +46,13 @@ GLM = (
 )
 DATED = "<|im_start|>system\nToday is {{ strftime_now('%Y') }}.<|im_end|>\n" + CHATML
 BEHIND = CHATML.replace("{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
+BETWEEN = CHATML.replace(
+    "<|im_end|>", "{{ '' if loop.last and m.role == 'assistant' and add_generation_prompt else '<|im_end|>' }}"
+)
+ALWAYS_MARKS = (
+    "<|turn|><|system|>Be kind.<|im_end|>{% for m in messages %}<|turn|><|{{ m.role }}|>{{ m.content }}"
+    "{{ '<|stop|>' if m.role == 'assistant' }}<|im_end|>{% endfor %}<|turn|><|assistant|><|quiet|>"
+)
 OPEN = REASONS + ASK + "<think>\n{% endif %}"
 CLOSED = REASONS + ASK + "{% endif %}"
 FORGETS = CHATML.replace("{% endif %}", "<think>\n{% endif %}")
@@ -54,6 +61,15 @@ CALLS = (
     HEAD + "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call>{% else %}{{ m.content }}{% endif %}"
     "<|im_end|>\n{% endfor %}" + ASK + "{% endif %}"
 )
+TOOLS_BEFORE_LAST_USER = (
+    "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% if tools and m == users[-1] %}[TOOLS] {{ tools[0].function.name }} [/TOOLS]{% endif %}"
+    "[INST] {{ m.content }} [/INST]{% elif m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('a result without a call') }}{% endif %}[RESULT] {{ m.content }} [/RESULT]"
+    "{% elif m.tool_calls %}[CALL] {{ m.tool_calls[0].function.name }}<|end|>{% else %} {{ m.content }}<|end|>"
+    "{% endif %}{% endfor %}"
+)
+ID_OF_OLDER_CALLS = CALLS.replace("</call>", "{{ '' if loop.last else ' id 7' }}</call>")
 
 TEXT_BEHIND_RESULTS = (
     "{% for m in messages %}{% set before = messages[loop.index0 - 1] %}{% if m.role == 'assistant' %}"
@@ -117,6 +133,8 @@ TEMPLATES = {
     "dated": DATED,
     "end_behind": BEHIND,
     "forgets": FORGETS,
+    "between": BETWEEN,
+    "always_marks": ALWAYS_MARKS,
 }
 
 

@@ -173,10 +173,13 @@ class _Chat:
             )
         # The text that two made-up answers share with this one shows what the template writes before any answer.
         before, after = self.messages[:place], self.messages[place + 1 :]
-        others = [
-            self._render([*before, {"role": "assistant", "content": content}, *after])
-            for content in (ANSWER, OTHER_ANSWER)
-        ]
+        made_up = [{"role": "assistant", "content": content} for content in (ANSWER, OTHER_ANSWER)]
+        try:
+            others = [self._render([*before, other, *after]) for other in made_up]
+        except UserError:  # a template may refuse results of tools behind an answer that called none
+            users = (number for number, message in enumerate(after) if message["role"] == "user")
+            after = after[next(users, len(after)) :]
+            others = [self._render([*before, other, *after]) for other in made_up]
         answer = shared_length(self.text, *others)
         common = shared_length(self.text, prompt)
         # They differ in the header of the answer at most.
@@ -187,14 +190,18 @@ class _Chat:
         header = self.text.rfind(self.frame.prompt, 0, answer) if self.frame.prompt else -1
         contents = (message["content"] for message in self.messages[:place] if message["content"])
         previous = max((self.text.rfind(content, 0, answer) for content in contents), default=0)
-        return header + len(self.frame.prompt) if header >= previous >= 0 else answer
+        if header >= previous >= 0:
+            return header + len(self.frame.prompt)
+        # A space before an answer belongs to it, as most tokenizers merge it into the first token.
+        return answer if prompt[-1:].isspace() else len(self.text[:answer].rstrip(" "))
 
     def find_end(self, begin: int) -> tuple[int, bool]:
         """Return where the last turn ends in the text, and whether the template writes an end."""
         tail, last = self.frame.tail, self.frame.last
         if last and self.text.endswith(tail) and len(self.text) - len(tail) >= begin:
             return len(self.text) - len(tail) + len(last), True
-        stripped = self.text.rstrip()
+        # A template that always begins the assistant's turn does so behind every end.
+        stripped = self.text.removesuffix(tail[len(last) :]).rstrip()
         # A call of a tool may have an end of its own, such as <|call|> (gpt-oss).
         is_other = any(stripped.endswith(token.content) for token in self.tokenizer.added_tokens_decoder.values())
         return (len(stripped), True) if last and is_other and len(stripped) > begin else (len(self.text), False)
@@ -208,8 +215,14 @@ class _Chat:
         limit = max(begin, self.find_begin(following_answer))
         written = self.text.find(content, begin, limit)
         answered = begin if written < 0 else written + len(content)
+        # What follows an answer without calls may be the definitions of tools and not the next turn (Mistral).
+        if written >= 0 and self.frame.inner and "tool_calls" not in message:
+            rest = self.text[answered:]
+            for end in (answered, answered + len(rest) - len(rest.lstrip())):
+                if self.text.startswith(self.frame.inner, end):
+                    return [(begin, end + len(self.frame.inner))]
         if self.frame.separator and self.messages[place + 1]["role"] == "user":
-            separator = self.text.find(self.frame.separator, answered)
+            separator = self.text.find(self.frame.separator, answered, limit)
             if separator >= 0:
                 return [(begin, separator + len(self.frame.inner))]
         if end := self._find_older_end(place, message, begin, answered):
@@ -219,9 +232,11 @@ class _Chat:
         if end := self._find_older_end(place, call, begin, answered):
             return [(begin, end)]
         # It may also leave out the text beside the call, or write it behind the results of the tools (Gemma 4).
+        if written >= 0 and (end := self._find_first_end(place, answered)):
+            return [(begin, end)]
         silent = [{**candidate, "content": ""} for candidate in (message, call) if "tool_calls" in candidate]
         ends = (self._find_older_end(place, candidate, begin, begin) for candidate in silent)
-        end = next((end for end in ends if end), 0)
+        end = next((end for end in ends if end), 0) or (self._find_first_end(place, begin) if written < 0 else 0)
         if end and written < 0:
             _warn_once(
                 "the tokenizer's chat template leaves out what an earlier answer says beside its calls of tools: of "
@@ -242,11 +257,28 @@ class _Chat:
             (self.frame.prompt, lambda: _render_prompt(self.tokenizer, until, self.example)),
             (self.frame.separator[len(self.frame.inner) :].lstrip(), lambda: self._render([*until, question])),
         ):
-            equal = self.text[: shared_length(self.text, following())]
+            try:
+                other = following()
+            except UserError:  # a template may refuse a question right behind a call
+                continue
+            equal = self.text[: shared_length(self.text, other)]
             end = len(without_overlap(without_begun_mark(equal), next_header).rstrip())
-            if end > begin and end >= answered:
+            # The other rendering goes on with the next turn, unless it writes this answer itself in another way.
+            rest = other[end:].strip()
+            is_merged = self.messages[place + 1]["role"] == "assistant"
+            goes_on = is_merged or not rest or rest.startswith(next_header.strip())
+            if end > begin and end >= answered and goes_on:
                 return end
         return 0
+
+    def _find_first_end(self, place: int, answered: int) -> int:
+        """Return where the first end of a turn ends between an older answer and the text of the next message; or 0."""
+        if not self.frame.inner.strip():
+            return 0
+        following = {**self.messages[place + 1], "content": QUESTION}
+        other = self._render([*self.messages[: place + 1], following, *self.messages[place + 2 :]])
+        end = self.text.find(self.frame.inner, answered, shared_length(self.text, other))
+        return end + len(self.frame.inner) if end >= 0 else 0
 
     def find_region(self, place: int) -> tuple[int, int]:
         """Return the part from one answer to the next, for templates that mark what is learned within it."""

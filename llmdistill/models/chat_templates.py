@@ -194,11 +194,14 @@ def frame_of(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | No
     else:
         separator = longer.partition(ANSWER)[2].partition(OTHER_ANSWER)[0]
         following = next_prompt.rpartition(ANSWER)[2] + header
-        inner = without_overlap(separator[: shared_length(separator, following)], prompt)
+        inner = without_overlap(without_begun_mark(separator[: shared_length(separator, following)]), prompt)
+        # A template that writes the end of an answer behind each answer but the one that a prompt follows.
+        inner = inner if inner.strip() else without_begun_mark(separator[: shared_length(separator, tail)])
         # A template that always begins the assistant's turn never shows where the user's turn ends, so its mark is
         # cut off here.
         mark = re.search(r"(<[^<>]*>|\[[^\[\]]*\])$", inner)
-        if mark and not prompt and mark[0] in longer.partition(QUESTION)[0]:
+        begins = with_prompt == without_prompt and not separator.startswith(tail.rstrip())
+        if mark and begins and mark[0] in tail and mark[0] in longer.partition(QUESTION)[0]:
             inner = inner[: mark.start()]
         inner = inner.rstrip()
     last = inner

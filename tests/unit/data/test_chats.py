@@ -17,9 +17,11 @@ from chat_templates import (
     CALLS_WITHOUT_TEXT,
     CHATML,
     FORGETS,
+    ID_OF_OLDER_CALLS,
     IN_PARTS,
     TEMPLATES,
     TEXT_BEHIND_RESULTS,
+    TOOLS_BEFORE_LAST_USER,
     chatting,
     in_parts,
     messages_of,
@@ -97,6 +99,7 @@ def learned_of(template, name):
         "last_end": [*(" " + each for each in plain[:-1]), " " + plain[-1] + "<stop>"],
         "glm": ["\n<think></think>\n" + each + "<|user|>" for each in trimmed],
         "forgets": [(each + END).removeprefix("<think>\n") for each in plain],
+        "always_marks": [each + "<|stop|>" + END for each in plain],
     }.get(template, [each + END for each in plain])
 
 
@@ -217,6 +220,34 @@ def test_a_call_is_learned_whole_where_the_last_turn_alone_begins_with_reasoning
     asked = (Turn("user", "a"), calls[0], Turn("tool", "Rhine"), calls[1], Turn("tool", "Ulm"))
     [item] = encode([Example("", "", ("b",), "", asked)], tokenizer, LONG).items
     assert parts_of(tokenizer, item) == [f"<tool>{name}</call>{END}" for name in ("river", "town")] + ["b" + END]
+
+
+@pytest.mark.parametrize(
+    ("template", "learned", "called"),
+    [
+        (
+            TOOLS_BEFORE_LAST_USER,
+            [" Hi.<|end|>", "[CALL] f<|end|>", " Cold.<|end|>", " Yes.<|end|>"],
+            "[CALL] f<|end|>",
+        ),
+        (
+            ID_OF_OLDER_CALLS,
+            ["Hi." + END, "<call>f id 7</call>" + END, "Cold." + END, "Yes." + END],
+            "<call>f</call>" + END,
+        ),
+    ],
+    ids=["definitions of tools before the last question", "an id in all calls but the last"],
+)
+def test_what_a_template_writes_otherwise_once_turns_follow_is_no_part_of_an_answer(template, learned, called):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    said = [{"role": "assistant", "content": content} for content in ("Hi.", "Cold.", "Yes.")]
+    asked = [{"role": "user", "content": content} for content in ("Hello.", "Weather?", "And?")]
+    chat = [asked[0], said[0], asked[1], call, {"role": "tool", "content": "12 C"}, said[1], asked[2], said[2]]
+    tokenizer, tools = chatting(template), [{"type": "function", "function": {"name": "f"}}]
+    for length, expected in ((4, [learned[0], called]), (6, learned[:3]), (8, learned)):
+        [item] = encode([parse_row({"messages": chat[:length], "tools": tools}, "a")], tokenizer, LONG).items
+        assert item.ids == tokenizer.apply_chat_template(chat[:length], tools=tools)["input_ids"]
+        assert parts_of(tokenizer, item) == expected
 
 
 class TestLimits:
