@@ -157,13 +157,12 @@ def check(*command: str) -> None:
 
 @pytest.fixture
 def named_files(tmp_path, monkeypatch):
-    """Work where the files stand that the pages name: DIR is a model, mine.yaml and rte.yaml are recipes on pages."""
+    """Work where the files stand that the pages name: DIR is a model, mine.yaml a recipe on a page."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
     GPT2Config().save_pretrained(tmp_path / "DIR")
-    for page, name in (("docs/train.md", "mine.yaml"), ("docs/data.md", "rte.yaml")):
-        recipe = next(text for text in blocks(ROOT / page, "yaml") if text.startswith(f"# {name}\n"))
-        (tmp_path / name).write_text(recipe, encoding="utf-8")
+    recipe = next(text for text in blocks(ROOT / "docs/train.md", "yaml") if text.startswith("# mine.yaml\n"))
+    (tmp_path / "mine.yaml").write_text(recipe, encoding="utf-8")
     return tmp_path
 
 
