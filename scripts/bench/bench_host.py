@@ -3,21 +3,26 @@
     python scripts/bench/bench_host.py             # under a minute
     python scripts/bench/bench_host.py --quick     # 3 layers, seconds
     python scripts/bench/bench_host.py --device cuda
+    TRITON_INTERPRET=1 python scripts/bench/bench_host.py    # operations alone, as a GPU has them
 
 A GPU waits for the host as long as this takes. A time is the median of rounds in which all rows take turns in this
 process, against the plain work that each row cannot do without: a forward and a backward pass of transformers' model
 for the calibration and the costs of cuts, one of the two forward passes of the held-out check, for a step of training
 the passes of teacher and student and the optimizer, for scoring a forward pass, and for answers transformers' generate,
 batch by batch, with the same samples. Operations are those that torch dispatches and that make a tensor of their own,
-no views; unlike milliseconds they are the same on every machine.
+no views; unlike milliseconds they are the same on every machine. In Triton's interpreter the losses take the kernels of
+a GPU, each launch of which counts as one operation.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import step_rows
 import torch
@@ -31,6 +36,8 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.generation.decode import inference, new_tokens
 from llmdistill.generation.refill import pad_left
 from llmdistill.generation.row_draws import RowDraws
+from llmdistill.losses import attention, features
+from llmdistill.losses.fused import head_chunk
 from llmdistill.students.counting import layer_linears
 from llmdistill.students.start import sampled
 from llmdistill.students.start.cuts import divergences, predict_losses
@@ -53,13 +60,34 @@ PROMPTS, AT_ONCE, NEW = 32, 8, 32
 class Operations(TorchDispatchMode):
     """Counts the operations that are no views."""
 
+    inside_kernel = False
+
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
+        self.count += not (func.is_view or self.inside_kernel)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Within this block the losses launch their Triton kernels, in the interpreter; a launch is one operation."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def count_launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        torch.empty(())  # is counted for the launch, whose copies to the host no GPU makes
+        with patch.object(Operations, "inside_kernel", True):
+            launch(executor, *args, **kwargs)
+
+    with ExitStack() as patches:
+        for module in (attention, features, head_chunk):
+            patches.enter_context(patch.object(module, "available", lambda device: True))
+        patches.enter_context(patch.object(GridExecutor, "__call__", count_launch))
+        yield
 
 
 class Row(NamedTuple):
@@ -159,13 +187,20 @@ def measure(settings: Settings, table: Table) -> None:
     """Add a line for the time of each row, and one for its operations."""
     device = torch.device(settings.device)
     rows = make_rows(3 if settings.quick else 30, device)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     operations = {}
     for name, row in rows.items():
-        row.call()  # warms up
-        with Operations() as counted:
-            row.call()
+        with kernels() if interpreted else nullcontext():
+            row.call()  # warms up
+            with Operations() as counted:
+                row.call()
         operations[name] = counted.count
+    if interpreted:
+        for name, row in rows.items():
+            if row.plain is not None:
+                table.add(compare_operations(name, row.plain, operations))
+        return
     for number in range(settings.repeats):
         for name in rows if number % 2 == 0 else reversed(rows):
             wait(device)
@@ -181,8 +216,13 @@ def measure(settings: Settings, table: Table) -> None:
         pairs = zip(seconds[name], seconds[row.plain], strict=True)
         ratio = statistics.median(own / plain for own, plain in pairs)
         table.add(Line(f"{name} / {row.plain}", ratio, row.most, f"{took:.1f} ms"))
-        counts = operations[name], operations[row.plain]
-        table.add(Line(f"{name}, operations / plain", counts[0] / counts[1], None, f"{counts[0]:,} / {counts[1]:,}"))
+        table.add(compare_operations(name, row.plain, operations))
+
+
+def compare_operations(name: str, plain: str, operations: dict[str, int]) -> Line:
+    """The line for the operations of a row beside those of its plain work."""
+    counts = operations[name], operations[plain]
+    return Line(f"{name}, operations / plain", counts[0] / counts[1], None, f"{counts[0]:,} / {counts[1]:,}")
 
 
 def main() -> None:

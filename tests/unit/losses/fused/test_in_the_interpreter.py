@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[4]
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter")
 def test_the_kernels_pass_their_tests_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    files = [str(Path(__file__).with_name(name)) for name in ("test_head.py", "test_attention.py", "test_features.py")]
+    names = ("test_head.py", "test_attention.py", "test_features.py", "test_launches.py")
+    files = [str(Path(__file__).with_name(name)) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
