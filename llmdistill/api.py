@@ -232,7 +232,7 @@ def export(
 
     Returns:
         output, params (the number of parameters), largest_difference of an output, comparison (the figures of
-        `serving.comparison.Comparison`, and text), and more for ONNX and few bits.
+        `serving.fidelity.Comparison`, and text), and more for ONNX and few bits.
 
     Raises:
         UserError: the student does not suit, a package is missing, `output` is not empty, or outputs are not finite.

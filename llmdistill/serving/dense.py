@@ -15,7 +15,7 @@ from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config
 from llmdistill.models.forms import remove_forms, saved_form
 from llmdistill.models.load import load_model
-from llmdistill.serving.comparison import compare, outputs_of, read_rows
+from llmdistill.serving.fidelity import compare, outputs_of, read_rows
 from llmdistill.students.counting import count_parameters
 from llmdistill.students.hub import NAME
 from llmdistill.students.merge import merge

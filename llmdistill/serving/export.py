@@ -22,8 +22,8 @@ from llmdistill.models.forms import exported_forms, read_settings, saved_form
 from llmdistill.models.load import load_model
 from llmdistill.models.student_form import StudentForm
 from llmdistill.report.card import write_export_card
-from llmdistill.serving.comparison import compare, outputs_of, read_rows
 from llmdistill.serving.dense import Describe, export_dense
+from llmdistill.serving.fidelity import compare, outputs_of, read_rows
 from llmdistill.serving.gguf_export import GgufSettings, export_gguf
 from llmdistill.serving.onnx_export import export_onnx
 from llmdistill.students.counting import count_parameters

@@ -34,8 +34,8 @@ from llmdistill.models.gguf import gguf_file, without_bars
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.progress import Activity
-from llmdistill.serving.comparison import compare, outputs_of, read_rows
 from llmdistill.serving.dense import Describe
+from llmdistill.serving.fidelity import compare, outputs_of, read_rows
 from llmdistill.students.counting import count_parameters
 from llmdistill.students.install import is_factorized
 from llmdistill.students.merge import merge

@@ -30,8 +30,8 @@ from llmdistill.models.general import cache_argument
 from llmdistill.models.load import load_model
 from llmdistill.progress import Activity, progress
 from llmdistill.runtime.speed import timed
-from llmdistill.serving.comparison import compare, outputs_of, read_rows
 from llmdistill.serving.dense import Describe
+from llmdistill.serving.fidelity import compare, outputs_of, read_rows
 from llmdistill.students.counting import count_parameters
 from llmdistill.students.experts import has_experts
 from llmdistill.students.install import is_factorized

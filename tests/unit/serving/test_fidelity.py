@@ -9,7 +9,7 @@ from tiny import tiny_model
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.load import load_model
-from llmdistill.serving.comparison import Outputs, Rows, compare, outputs_of, read_rows
+from llmdistill.serving.fidelity import Outputs, Rows, compare, outputs_of, read_rows
 
 ROWS = Rows(name="two rows", batches=[], labeled=True)
 
