@@ -15,7 +15,7 @@ from llmdistill.step.tap_models import tap_student
 from llmdistill.teachers.cache.folder import CacheFolder
 from llmdistill.teachers.cache.origin import check_cache
 from llmdistill.teachers.cache.teacher import CachedTeacher
-from llmdistill.teachers.rows import Request
+from llmdistill.teachers.output_rows import Request
 from llmdistill.training.plan import Plan
 
 SMALL = CacheConfig(micro_batch_size=3, shard_tokens=150)

@@ -22,7 +22,7 @@ from llmdistill.generation.vllm_engine import to_top_k
 from llmdistill.models.families import max_positions
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.step.teacher import AsyncTeacher
-from llmdistill.teachers.rows import Request
+from llmdistill.teachers.output_rows import Request
 from llmdistill.teachers.source import Capabilities, TeacherContext, TeacherPlan, TeacherSource
 
 _REQUESTS = 16

@@ -19,7 +19,7 @@ from llmdistill.models.heads import HeadName
 from llmdistill.step.method import Method
 from llmdistill.step.tap_models import LayerKernels
 from llmdistill.step.teacher import Teacher
-from llmdistill.teachers.rows import Request
+from llmdistill.teachers.output_rows import Request
 
 
 @dataclass(frozen=True)

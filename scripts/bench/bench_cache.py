@@ -35,7 +35,7 @@ from llmdistill.teachers.cache.folder import CacheFolder
 from llmdistill.teachers.cache.making import make_cache
 from llmdistill.teachers.cache.teacher import CachedTeacher
 from llmdistill.teachers.live import make_teacher
-from llmdistill.teachers.rows import Request
+from llmdistill.teachers.output_rows import Request
 from llmdistill.training.plan import make_plan
 
 KEPT = {"kd": ("hidden_states", "top_k"), "makd": ("hidden_states",)}

@@ -25,7 +25,7 @@ from llmdistill.runtime.terminal import quiet_libraries  # noqa: E402
 from llmdistill.teachers.cache.folder import CacheFolder  # noqa: E402
 from llmdistill.teachers.cache.shards import Job, finish, write_by_teacher  # noqa: E402
 from llmdistill.teachers.cache.teacher import CachedTeacher  # noqa: E402
-from llmdistill.teachers.rows import Request  # noqa: E402
+from llmdistill.teachers.output_rows import Request  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

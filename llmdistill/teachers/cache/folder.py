@@ -6,7 +6,7 @@
     shards/00000.safetensors ...
         ids               (n,) the ids of the examples
         offsets.PLACE     (n + 1,) where the rows of each example begin, for each kind of positions
-        NAME              the rows of one of the tensors of `teachers.rows`
+        NAME              the rows of one of the tensors of `teachers.output_rows`
     shards/00000.json     size and checksum of a shard, until cache.json is there
 
 A file is written whole or not at all, and its size and checksum after it.
@@ -34,7 +34,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import apply_umask, write_json
 from llmdistill.fingerprints import content_fingerprint, file_damage, file_entry
 from llmdistill.runtime.distributed import World, on_every
-from llmdistill.teachers.rows import row_positions
+from llmdistill.teachers.output_rows import row_positions
 
 CACHE_FILE = "cache.json"
 REQUEST_FILE = "request.json"

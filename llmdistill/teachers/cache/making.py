@@ -20,7 +20,7 @@ from llmdistill.step.tap_models import tap_teacher
 from llmdistill.teachers.cache.origin import ONLY_WHOLE, record_of
 from llmdistill.teachers.cache.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
 from llmdistill.teachers.live import make_teacher
-from llmdistill.teachers.rows import Request, rows_of_samples
+from llmdistill.teachers.output_rows import Request, rows_of_samples
 from llmdistill.teachers.source import TaughtData, TeacherPlan
 
 

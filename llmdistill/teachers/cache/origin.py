@@ -16,7 +16,7 @@ from llmdistill.errors import UserError
 from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.runtime.distributed import on_every, on_main
 from llmdistill.teachers.cache.folder import CacheFolder
-from llmdistill.teachers.rows import Request
+from llmdistill.teachers.output_rows import Request
 from llmdistill.teachers.source import TaughtData, TeacherModels, TeacherPlan, TeacherSource
 
 _DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "turns", "task")

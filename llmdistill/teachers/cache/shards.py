@@ -35,7 +35,7 @@ from llmdistill.teachers.cache.folder import (
     write_tensors,
 )
 from llmdistill.teachers.few_bits import MOST_NATS
-from llmdistill.teachers.rows import Request, rows_of_samples, to_rows, top_rows
+from llmdistill.teachers.output_rows import Request, rows_of_samples, to_rows, top_rows
 
 Shard = list[list[int]]
 """The batches of one shard: the indices of their examples in the training set."""

@@ -15,7 +15,7 @@ from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import World
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache.folder import CacheFolder
-from llmdistill.teachers.rows import Request, row_positions, to_outputs
+from llmdistill.teachers.output_rows import Request, row_positions, to_outputs
 from llmdistill.teachers.source import ModelSource, TeacherContext
 
 

@@ -15,7 +15,7 @@ from llmdistill.runtime.tracing import Tracer, Work, on_gpu
 from llmdistill.step.method import Method
 from llmdistill.step.tap_models import tap_teacher
 from llmdistill.step.teacher import Teacher
-from llmdistill.teachers.rows import Request, row_positions, to_outputs, to_rows
+from llmdistill.teachers.output_rows import Request, row_positions, to_outputs, to_rows
 
 Counts = Mapping[Positions, int]
 """The number of positions of each kind in a batch or a training set."""
@@ -30,7 +30,7 @@ class CacheTrace(Teacher):
     settings: CacheConfig
     request: Request
     rows: Mapping[str, Tensor]
-    """The kept tensors of one micro batch, on the meta device, by the names of `teachers.rows`."""
+    """The kept tensors of one micro batch, on the meta device, by the names of `teachers.output_rows`."""
     head: HeadInputs | None
     """The LM head that a training from the cache loads; None if the cache needs none."""
     scaling: Mapping[int, float]

@@ -11,7 +11,7 @@ from llmdistill.data.collate import Encoded, collate
 from llmdistill.losses.top_k import most_likely
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.taps import Recorder
-from llmdistill.teachers.rows import Request, rows_of_samples, to_outputs, to_rows
+from llmdistill.teachers.output_rows import Request, rows_of_samples, to_outputs, to_rows
 
 NOTHING = Request(positions=(), temperatures=(), taps={}, sequences=False)
 

@@ -84,7 +84,7 @@ class Request:
 
 
 def row_positions(name: str) -> Positions:
-    """Return the positions to which the rows of a kept tensor belong, from its name in `teachers.rows`."""
+    """Return the positions to which the rows of a kept tensor belong, from its name in `teachers.output_rows`."""
     first = name.partition(".")[0]
     return next((place for place in POSITIONS if place == first), "tokens")
 
