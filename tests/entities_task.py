@@ -14,7 +14,7 @@ from llmdistill.models.heads import HEADS, Head
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective, Targets
 from llmdistill.tasks.base import ScoreTable, Task, TaskData
-from llmdistill.tasks.forward import compute_values, scoring_forward
+from llmdistill.tasks.item_outputs import compute_values, scoring_forward
 
 NAMES = ("nothing", "person", "place")
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"{kind}{number}" for kind in NAMES for number in range(4))]

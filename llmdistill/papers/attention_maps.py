@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from llmdistill.data.pairs import EncodedPair, collate_pairs
 from llmdistill.losses.attention import repeat_heads
 from llmdistill.models.families import is_causal, shape_of
-from llmdistill.tasks.forward import scoring_forward
+from llmdistill.tasks.item_outputs import scoring_forward
 
 
 @torch.no_grad()

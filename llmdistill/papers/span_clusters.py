@@ -22,7 +22,7 @@ from llmdistill.models.families import shape_of
 from llmdistill.models.unembedded import check_token_ids
 from llmdistill.papers.conll import Located, Sentence
 from llmdistill.progress import progress
-from llmdistill.tasks.forward import scoring_forward
+from llmdistill.tasks.item_outputs import scoring_forward
 
 NOT_READ = -1
 """The token of a word that the model does not read."""

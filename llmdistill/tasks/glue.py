@@ -29,7 +29,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
 from llmdistill.tasks.classification import Metric, compute_metric, list_targets
-from llmdistill.tasks.forward import compute_values, scoring_forward
+from llmdistill.tasks.item_outputs import compute_values, scoring_forward
 from llmdistill.tasks.out_of_domain import check_set, complete_sets, read_set
 from llmdistill.tasks.stored import TaskFiles
 

@@ -47,7 +47,7 @@ from llmdistill.objective import Objective, Pooling
 from llmdistill.runtime.distributed import World
 from llmdistill.tasks.base import VALID, ScoredModel, ScoreTable
 from llmdistill.tasks.classification import rank_correlation
-from llmdistill.tasks.forward import compute_values, scoring_forward
+from llmdistill.tasks.item_outputs import compute_values, scoring_forward
 from llmdistill.tasks.stored import StoredData, StoredTask, TaskFiles
 
 

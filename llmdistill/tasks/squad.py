@@ -37,7 +37,7 @@ from llmdistill.runtime.distributed import World
 from llmdistill.tasks import task_folder
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData, describe_skipped_questions
-from llmdistill.tasks.forward import Forward, compute_values, scoring_forward
+from llmdistill.tasks.item_outputs import Forward, compute_values, scoring_forward
 from llmdistill.tasks.squad_metrics import LANGUAGES, squad1_scores, squad2_scores
 from llmdistill.tasks.stored import TaskFiles
 

@@ -45,7 +45,7 @@ from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, 
 from llmdistill.students.svd import determine_vectors
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import LoadedModel, Models, TaskData
-from llmdistill.tasks.forward import scoring_forward
+from llmdistill.tasks.item_outputs import scoring_forward
 from llmdistill.teachers.live import LoadedTeacher
 from llmdistill.training.inputs import data_file
 from llmdistill.training.plan import Plan

@@ -28,8 +28,8 @@ from llmdistill.papers.fine_tuning.task_study import TaskStudy
 from llmdistill.progress import progress
 from llmdistill.report.plots import COLORS, MARKERS, STYLE, Panel, frame_panel, new_figure, save_plot
 from llmdistill.tasks.classification import list_targets
-from llmdistill.tasks.forward import scoring_forward
 from llmdistill.tasks.glue import Glue
+from llmdistill.tasks.item_outputs import scoring_forward
 
 EXAMPLES = 1000
 """Maximum number of examples in the plot; they are sampled with a fixed seed from a longer dev set."""
