@@ -29,9 +29,9 @@ from llmdistill.step.tap_models import LayerKernels
 from llmdistill.students.sizes import build_planned
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import Task
+from llmdistill.teachers.choice import source_of
 from llmdistill.teachers.remote import vllm_number_obstacle
 from llmdistill.teachers.source import ResolvedTeacher, TeacherSource
-from llmdistill.teachers.sources import source_of
 from llmdistill.training.checks import check_plan, compiles, runs_liger
 from llmdistill.training.defaults import settle
 from llmdistill.training.resolved import (

@@ -265,6 +265,7 @@ def test_all_models_of_a_run_are_asked_alike_and_the_student_remembers(folder, t
     ("llmdistill.models.sentences", "read_sentence_settings", "llmdistill.models.pooling"),
     ("llmdistill.data.sentences", "read_sentences", "llmdistill.data.pairs"),
     ("llmdistill.tasks.forward", "compute_values", "llmdistill.tasks.item_outputs"),
+    ("llmdistill.teachers.sources", "TEACHERS", "llmdistill.teachers.choice"),
 ])  # fmt: skip
 def test_old_names_that_pages_and_examples_had_say_the_new_ones(old, name, new):
     sys.modules.pop(old, None)  # a module warns when it is first imported

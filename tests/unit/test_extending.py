@@ -33,7 +33,7 @@ from llmdistill.models.student_form import StudentForm
 from llmdistill.step.taps import Recorder
 from llmdistill.tasks import TASKS
 from llmdistill.tasks.glue import GLUE_TASKS
-from llmdistill.teachers.sources import TEACHERS, Capabilities, TeacherSource, source_of
+from llmdistill.teachers.choice import TEACHERS, Capabilities, TeacherSource, source_of
 from llmdistill.teachers.translated import TranslatedSource
 from llmdistill.training.plan import make_plan
 
@@ -362,7 +362,7 @@ def test_a_package_makes_its_methods_divergences_tasks_teachers_and_forms_known_
         "print(METHODS['last'].label, METHODS['kd'].settings.__name__, 'lost' in METHODS)\n"
         "from llmdistill.losses import DIVERGENCES\nprint(DIVERGENCES['hellinger'].formula, DIVERGENCES['jsd'].label)\n"
         "print(TASKS['parity'], is_task('PARITY'), TASKS['rte'])\n"
-        "from llmdistill.config import TeacherConfig\nfrom llmdistill.teachers.sources import TEACHERS, source_of\n"
+        "from llmdistill.config import TeacherConfig\nfrom llmdistill.teachers.choice import TEACHERS, source_of\n"
         "print([*TEACHERS], type(source_of(TeacherConfig(source='wise'))).__name__)\n"
         "from llmdistill.models.forms import FORMS, exported_forms\n"
         "print({name: type(form).__name__ for name, form in FORMS.items()}, [*exported_forms()])"
