@@ -66,7 +66,7 @@ SUITES = {
     ),
     "attention": Entry(
         AttentionConfig,
-        "papers.attention",
+        "papers.attention_maps",
         "Draw the attention maps of models side by side, such as those of teacher and student, with the divergence of "
         "each from the first (MiniLM, supplement).",
     ),
