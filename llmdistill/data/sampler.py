@@ -261,17 +261,17 @@ class PrefetchingLoader:
         *,
         steps: int,
         device: torch.device,
-        prepare: Callable[[Batch], Batch] = lambda batch: batch,
+        transform: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         """Wrap a loader whose batches depend on the step alone; from now on no other code may ask it for batches.
 
-        No batches are prepared beyond `steps`, the steps of the run. `prepare` is applied to each batch, on the CPU.
+        No batches are prepared beyond `steps`, the steps of the run. `transform` is applied to each batch, on the CPU.
         For a GPU the batches are in pinned memory, from which it copies asynchronously.
         """
         self._loader = loader
         self._steps = steps
         self._device = device
-        self._prepare = prepare
+        self._transform = transform
         # One thread makes all batches, in the order in which they are requested, because a loader may have a position
         # in a stream.
         self._thread = ThreadPoolExecutor(1, "batches")
@@ -294,7 +294,7 @@ class PrefetchingLoader:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # else the thread of every rank would pin memory through the first GPU
         batches = []
-        for batch in map(self._prepare, self._loader.micro_batches(step)):
+        for batch in map(self._transform, self._loader.micro_batches(step)):
             pinned: dict[str, Any] = {}
             if self._device.type == "cuda":
                 values = {field.name: getattr(batch, field.name) for field in fields(batch)}

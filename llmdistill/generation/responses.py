@@ -92,7 +92,7 @@ def generate_responses(
         UserError: the settings, prompts or model are invalid (which shows before the weights are loaded), or the output
             belongs to another request.
     """
-    job = _prepare(model, data, output, settings)
+    job = _plan_job(model, data, output, settings)
     # Rank 0 decides what is left, because all ranks share the batches by their place in one list.
     request, finished, done = on_main(lambda: _claim(job))
     if finished:
@@ -110,7 +110,7 @@ def generate_responses(
     return record
 
 
-def _prepare(model: str, data: str, output: Path, settings: ResponseConfig) -> _Job:
+def _plan_job(model: str, data: str, output: Path, settings: ResponseConfig) -> _Job:
     """Resolve the request, and check everything that can be checked without the weights."""
     world = World.current()
     folder = locate(model)

@@ -236,7 +236,7 @@ def write_data(
         UserError: the model cannot write such data, the settings do not fit it, or the output belongs to another
             request.
     """
-    job = _prepare(model, output, settings, kind)
+    job = _plan_job(model, output, settings, kind)
     request = request_of(model, settings, job.kind)
 
     def claim() -> tuple[bool, dict[int, Any]]:
@@ -284,7 +284,7 @@ def choose_kind(model: str, kind: DataKind | Literal["auto"]) -> DataKind:
     return kind if kind != "auto" else "instructions" if has_template else "text"
 
 
-def _prepare(model: str, output: Path, settings: WriteConfig, kind: DataKind | Literal["auto"]) -> _Job:
+def _plan_job(model: str, output: Path, settings: WriteConfig, kind: DataKind | Literal["auto"]) -> _Job:
     """Resolve the request, and check everything that can be checked without the weights."""
     world = World.current()
     kind, folder = choose_kind(model, kind), locate(model)

@@ -28,7 +28,7 @@ from llmdistill.step.teacher import Teacher, live_models
 from llmdistill.tasks.base import TaskData
 from llmdistill.teachers.live import TeacherOnDemand
 from llmdistill.teachers.source import TeacherContext
-from llmdistill.training.assemble import load_student, prepare_student, share_of
+from llmdistill.training.assemble import load_student, make_untrained, share_of
 from llmdistill.training.callbacks.uneven_terms import only_term, uneven_terms
 from llmdistill.training.plan import Plan, make_plans
 from llmdistill.training.resolved import RunModels
@@ -91,7 +91,7 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
     batch = data.loader(share_of(plan)).micro_batches(0)[0]
     batch = batch.with_positions(shift=plan.method.shift).to(world.device)
     teacher = TeacherOnDemand(plan)
-    student = load_student(plan, prepare_student(plan, teacher, data), plan.models.dtype)
+    student = load_student(plan, make_untrained(plan, teacher, data), plan.models.dtype)
     student.to(world.device)  # type: ignore[arg-type]
     adapt(student, plan.config.student, plan.config.seed)
     model: PreTrainedModel | None = None

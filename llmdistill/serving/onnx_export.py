@@ -268,7 +268,7 @@ def _write_graph(model: PreTrainedModel, file: Path) -> _Graph:
     """Write the graph of a model, which keeps its attention implementation."""
     import onnx
 
-    program, inputs, outputs, axes = prepare_trace(model)
+    program, inputs, outputs, axes = make_traceable(model)
     implementation = attention_implementation(model)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -300,7 +300,7 @@ def _write_graph(model: PreTrainedModel, file: Path) -> _Graph:
     return _Graph(file, inputs, outputs)
 
 
-def prepare_trace(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[str], dict[str, Any]]:
+def make_traceable(model: PreTrainedModel) -> tuple[nn.Module, dict[str, Tensor], list[str], dict[str, Any]]:
     """Return the function to export, examples of its inputs by name, the names of its outputs, and the free axes."""
     free = torch.export.Dim.DYNAMIC
     # torch.export takes sizes of 0 and 1 for constants, so each free axis has 2 or more here.

@@ -43,7 +43,7 @@ from llmdistill.training.trackers import check_access
 from llmdistill.training.trainer import Trainer
 
 
-def prepare_student(plan: Plan, teacher: Callable[[], LoadedTeacher], data: TaskData) -> Path:
+def make_untrained(plan: Plan, teacher: Callable[[], LoadedTeacher], data: TaskData) -> Path:
     """Return the folder of the untrained student: `student.model`, or a student that is made from the teacher.
 
     The student is made once, by rank 0; a resumed run uses the same folder. What calibration data decide is measured on

@@ -89,11 +89,11 @@ class DataBatches:
         # The matrix units of a GPU work on tiles, and a kernel that is compiled for a length is used again.
         multiple = config.data.pad_to_multiple_of or (64 if device.type == "cuda" else 1)
 
-        def prepare(batch: Batch) -> Batch:
+        def pad(batch: Batch) -> Batch:
             return batch.pad_to_multiple(multiple, config.data.max_length).with_positions(shift=self.plan.method.shift)
 
         requesting = with_requests(parts.loader, parts.teacher)
-        return PrefetchingLoader(requesting, steps=config.train.steps, device=device, prepare=prepare)
+        return PrefetchingLoader(requesting, steps=config.train.steps, device=device, transform=pad)
 
     def callbacks(self, trainer: Trainer) -> list[Callback]:
         """See BatchSource."""

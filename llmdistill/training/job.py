@@ -153,7 +153,7 @@ def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = 
     for warning in warnings:
         warn_main(warning)
 
-    untrained, trained = assemble.prepare_student(plan, teacher, data), plan.folder / "student"
+    untrained, trained = assemble.make_untrained(plan, teacher, data), plan.folder / "student"
     # Ranks that the calibration data decide are not known before.
     reference = build_reference(load_config(untrained))
     params = count_parameters(reference)

@@ -71,7 +71,7 @@ class Row:
         if not is_causal(self.teacher.config):
             self.teacher.config.save_pretrained(self.folder)
             given = (self.folder / "out", ResponseConfig(engine="hf"))
-            responses._prepare(str(self.folder), "none.jsonl", *given)
+            responses._plan_job(str(self.folder), "none.jsonl", *given)
         settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=[WORDS - 1], pad_token_id=0)
         prompts = [_IDS[0, :5].tolist(), _IDS[1, :3].tolist(), _IDS[1, :8].tolist(), _IDS[0, :2].tolist()]
         with inference(self.teacher, settings):

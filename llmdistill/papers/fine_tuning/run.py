@@ -78,7 +78,22 @@ def fine_tune(
     default the trials run in this process group. Raises UserError as `run`.
     """
     world = World.current()
-    studies = _prepare(config, prefix)
+    names = list(GLUE) if config.tasks is None else find_benchmarks(config.tasks, setting=f"{prefix}tasks")
+    for task in names:
+        benchmark, key = find_benchmark(task)
+        benchmark.check_folder(config.data_dir, key, setting=f"{prefix}data_dir")
+    studies = {
+        task: TaskStudy(
+            folder=output_dir(config) / task,
+            config=config,
+            task=task,
+            teacher=None if config.teacher is None else teacher_of(config.teacher, task, names, key=f"{prefix}teacher"),
+            drawn=_drawn(config, task, names, prefix),
+        )
+        for task in names
+    }
+    for study in studies.values():
+        assert study.plan is not None  # resolves and checks the settings, of all tasks before the first one runs
     data = {name: study.benchmark.read_on_all(study.plan.models) for name, study in studies.items()}
     first = next(iter(studies.values()))
     runner = InProcess(lambda trial: run_config(trial)) if launcher is None else launcher
@@ -149,27 +164,6 @@ def output_dir(config: FineTuningConfig) -> Path:
     name = file_name(config.model)
     methods = config.methods()
     return Path("runs") / "glue" / "-".join([name, *(methods if methods != ["sft"] else [])])
-
-
-def _prepare(config: FineTuningConfig, prefix: str) -> dict[str, TaskStudy]:
-    """Return the study of each task; the settings of all are checked before the first one runs."""
-    tasks = list(GLUE) if config.tasks is None else find_benchmarks(config.tasks, setting=f"{prefix}tasks")
-    for task in tasks:
-        benchmark, key = find_benchmark(task)
-        benchmark.check_folder(config.data_dir, key, setting=f"{prefix}data_dir")
-    studies = {
-        task: TaskStudy(
-            folder=output_dir(config) / task,
-            config=config,
-            task=task,
-            teacher=None if config.teacher is None else teacher_of(config.teacher, task, tasks, key=f"{prefix}teacher"),
-            drawn=_drawn(config, task, tasks, prefix),
-        )
-        for task in tasks
-    }
-    for study in studies.values():
-        assert study.plan is not None  # resolves and checks the settings
-    return studies
 
 
 def _drawn(config: FineTuningConfig, task: str, tasks: list[str], prefix: str) -> dict[str, str]:

@@ -53,11 +53,11 @@ def wait_for(condition):
 def test_batches_are_prepared_in_a_thread_and_no_random_number_is_drawn():
     state, threads = torch.random.get_rng_state(), set()
 
-    def prepare(batch):
+    def transform(batch):
         threads.add(threading.current_thread())
         return replace(batch, labels_are="samples")
 
-    prefetched = PrefetchingLoader(Watched(), steps=len(STEPS), device=CPU, prepare=prepare)
+    prefetched = PrefetchingLoader(Watched(), steps=len(STEPS), device=CPU, transform=transform)
     for step, expected in enumerate(STEPS):
         batches = prefetched.micro_batches(step)
         assert samples(batches) == samples(expected)

@@ -106,7 +106,7 @@ def test_a_decoder_without_a_cache_is_refused(tmp_path):
 
 def test_a_difference_is_a_warning_and_the_file_is_there(encoder, tmp_path, monkeypatch, caplog):
     folder, model, _ = encoder
-    _, inputs, outputs, _ = onnx_export.prepare_trace(model)
+    _, inputs, outputs, _ = onnx_export.make_traceable(model)
     once = onnx_export._Graph(folder / "out" / onnx_export.FILE, inputs, outputs)
     with torch.no_grad():
         assert max(once.difference(model)) < 1e-6, "this model rounds less"
