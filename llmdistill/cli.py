@@ -104,15 +104,15 @@ def compress(arguments: Sequence[str]) -> None:
     parser = ArgumentParser(
         prog="llmdistill compress",
         exit_on_error=False,
-        description="Factorize a model: every linear of its layers is replaced by a product of two smaller ones, "
-        "low-rank or Kronecker. --dry_run reads only config.json, but --method kronecker with --target_params also "
+        description="Factorize a model: replace every linear of its layers by a product of two smaller ones, low-rank "
+        "or Kronecker. --dry_run reads only config.json, except that --method kronecker with --target_params also "
         "reads the weights.",
     )
     parser.add_argument("--model", type=str, required=True, help="Model folder, hub name or GGUF file.")
     parser.add_argument("--output", type=str, help="New folder for the student; required without --dry_run.")
     parser.add_argument("--method", type=FactorizeMethod, default="svd", help="Kind of factorization.")
-    text = "With --method kronecker and --target_params: also print the best combinations of shapes. A shape is that "
-    text += "of the first factor of a matrix with at least as many outputs as inputs, and transposed for the others."
+    text = "With --method kronecker and --target_params: also print the best combinations of shapes, which are "
+    text += "those of the first factor; for a matrix with fewer outputs than inputs, transposed."
     parser.add_argument("--candidates", action="store_true", help=text)
     parser.add_argument("--dry_run", action="store_true", help="Only print the sizes.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
@@ -216,31 +216,29 @@ def export(arguments: Sequence[str]) -> None:
     parser = ArgumentParser(
         prog="llmdistill export",
         exit_on_error=False,
-        description="Write a student for other programs, which need no llmdistill, or with weights of few bits. The "
-        "last line says which of its answers differ from the student's.",
+        description="Write a student for programs that need no llmdistill, or with weights of few bits, and compare "
+        "its answers with the student's.",
     )
-    text = "onnx: the factors are kept, and size and speed are measured beside the dense model; also for stock models. "
-    text += "dense: the factors are multiplied out, to a stock Hugging Face model of the teacher's size and speed. "
-    text += "gguf: a file for llama.cpp and Ollama, with the factors multiplied out. "
-    text += "int8, int4: the weights of the layers' linears are rounded by torchao, those of factors too. "
-    text += "Packages with forms of their own (llmdistill.forms) add other names."
+    text = "onnx: keeps the factors, and measures size and speed beside the dense model; also for stock models. "
+    text += "dense: multiplies the factors out, to a stock Hugging Face model of the teacher's size and speed. "
+    text += "gguf: a file for llama.cpp and Ollama, with the factors multiplied out. int8, int4: torchao rounds the "
+    text += "linears of the layers, factors too. Packages with forms of their own (llmdistill.forms) add other "
+    text += "names."
     parser.add_argument("--to", type=str, required=True, help=text)
     parser.add_argument("--int8", action="store_true", help="With --to onnx: also a file with int8 matrices.")
     parser.add_class_arguments(QuantizeConfig, None, skip={"weights", "packed"})
     parser.add_argument("--packed", action="store_true", help="With --to int4: two weights in a byte, for llmdistill.")
     text = "With --to gguf: f32, f16, bf16 or q8_0; default: the type of the student's weights."
     parser.add_argument("--weights", type=str, help=text)
-    text = "With --to gguf: the teacher's GGUF file, whose tokenizer and chat template are copied; default: they are "
-    text += "written from the student's."
+    text = "With --to gguf: the teacher's GGUF file, from which tokenizer and chat template are copied; default: the "
+    text += "student's."
     parser.add_argument("--tokenizer_file", type=str, metavar="FILE", help=text)
     text = "With --to a form of another package: its settings, such as --settings.share 0.5."
     parser.add_argument("--settings", type=dict[str, Any], default={}, help=text)
     parser.add_argument("--model", type=str, required=True, help="Student folder, such as runs/quickstart/student.")
     parser.add_argument("--output", type=str, required=True, help="New folder.")
-    text = (
-        "Rows to compare both on, such as held-out ones: instructions, a text, for encoders sentences. Of a few rows "
-    )
-    text += "the first 128 tokens are read; default: rows of llmdistill itself (embedded:seen)."
+    text = "Rows on which both models are compared: instructions, a text, or sentences for encoders; of at most 48 "
+    text += "rows the first 128 tokens are read. Default: rows of llmdistill itself (embedded:seen)."
     parser.add_argument("--data", type=str, metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parsed = parse(parser, arguments)

@@ -23,7 +23,7 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the command's own arguments."""
     parser = ArgumentParser(
         prog="llmdistill cache",
-        usage="llmdistill cache --output DIR [--num_gpus N] [--recipe NAME] [--cache.KEY VALUE ...] [--KEY VALUE ...]",
+        usage="llmdistill cache --output DIR [--recipe NAME] [--KEY VALUE ...]",
         exit_on_error=False,
         description="Run the teacher of a run once over its training set and keep of its outputs what the method "
         "needs. All settings of a run (llmdistill train --help all) can be given too; --num_gpus and similar flags are "

@@ -81,8 +81,7 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the comparison's own arguments."""
     parser = ArgumentParser(
         prog="llmdistill compare",
-        usage="llmdistill compare [--recipe NAME] [--methods A,B,... | --suite NAME] [--starts A,B,...] [--num_gpus N] "
-        "[--KEY VALUE ...]",
+        usage="llmdistill compare [--methods A,B | --suite NAME] [--KEY VALUE ...]",
         exit_on_error=False,
         description="Train a student by several methods under equal conditions and report how they compare. All "
         "settings of a run (llmdistill train --help all) can be given too; --num_gpus and similar flags are passed to "

@@ -27,7 +27,7 @@ def build_parser(prog: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         exit_on_error=False,
-        description="ROUGE-L of a causal LM's answers, greedily or by MiniLLM's protocol, and its perplexity on texts.",
+        description="Score a causal LM: ROUGE-L of its answers, greedy or as in MiniLLM, and perplexity on texts.",
     )
     text = "Folder, hub name or GGUF file of the model, or embedded:teacher."
     parser.add_argument("--model", type=str, required=True, help=text)
@@ -36,22 +36,23 @@ def build_parser(prog: str) -> ArgumentParser:
     parser.add_argument("--data", type=str, nargs="+", default=[], metavar="FILE", help=text)
     text = "What --data holds; default: a .txt is a text, anything else instructions."
     parser.add_argument("--kind", "--data.kind", type=Literal["instructions", "text"], help=text)
-    text = f"Test sets by name, such as dolly,self_inst,vicuna; there are {', '.join([*SETS, *TEXTS])}; wikitext2 is "
-    text += "WikiText-2's test text, its lines joined as in the papers on SVD. Or one suite with settings of its own, "
-    text += "which --help lists after its name (what llmdistill compare calls a suite is a table of a paper): glue "
-    text += "fine-tunes the model, zero_shot scores decoders on tasks of lm-evaluation-harness, mteb the embeddings of "
-    text += "encoders on tasks of MTEB, speed times models, conll2000 "
-    text += "scores the layers of encoders on phrases, and attention draws the attention maps of models."
+    text = f"Test sets by name, separated by commas: {', '.join([*SETS, *TEXTS])} (wikitext2 is WikiText-2's test "
+    text += "text, its lines joined as in the papers on SVD). Or one suite with settings of its own, which --help "
+    text += "lists after its name: glue fine-tunes the model, zero_shot scores decoders on tasks of "
+    text += "lm-evaluation-harness, mteb the embeddings of encoders on tasks of MTEB, speed times models, conll2000 "
+    text += "scores the layers of encoders on phrases, and attention draws attention maps. (The suites of "
+    text += "llmdistill compare are tables of papers.)"
     parser.add_argument("--suite", type=str, metavar="A,B", help=text)
     text = "Folder of the suite's NAME.jsonl files, and of wikitext2's test.txt; default: the hub."
     parser.add_argument("--data_dir", type=Path, metavar="DIR", help=text)
     text = "Folder for metrics.json and the predictions (JSONL); default: runs/evaluate/MODEL-DECODING."
     parser.add_argument("--output", type=Path, help=text)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--dtype", type=Literal["auto", "fp32", "bf16"], default="auto", help="auto: bf16 on a GPU.")
+    text = "Number format; auto: bf16 on a GPU."
+    parser.add_argument("--dtype", type=Literal["auto", "fp32", "bf16"], default="auto", help=text)
     add_limits(parser, long_prompts=None, hint="; default: error, or with --suite drop, as in MiniLLM")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher passes it to every rank
-    parser.add_class_arguments(GenerationConfig)
+    parser.add_class_arguments(GenerationConfig, skip={"models"})  # a run has three of them
     return parser
 
 

@@ -33,8 +33,7 @@ def plan(arguments: Sequence[str]) -> None:
     """Forecast a training, and print and write a proposal; raise UserError if no setting fits."""
     parser = ArgumentParser(
         prog="llmdistill plan",
-        usage="llmdistill plan [--recipe NAME] [--gpus N] [--nodes N] [--gpu_memory SIZE] [--write DIR] "
-        "[--KEY VALUE ...]",
+        usage="llmdistill plan [--recipe NAME] [--gpus N] [--write DIR] [--KEY VALUE ...]",
         exit_on_error=False,
         description="Forecast, from configurations alone, the memory of a training by part and the time of a step on "
         "GPUs, or on this CPU, for each ZeRO stage, micro batch, activation checkpointing and place of the teacher, "

@@ -34,7 +34,7 @@ _REPLACES_EXAMPLE = ("teacher.model", "data.train", "data.kind", "data.task.name
 """Settings of a run that has no need of the embedded example, unless their values are embedded."""
 
 _COMMAND = "llmdistill train [--num_gpus N]"
-_USAGE = "[--ds_config FILE] [--recipe NAME] [--KEY VALUE ...]"
+_USAGE = "[--recipe NAME] [--KEY VALUE ...]"
 TYPED = "LLMDISTILL_TYPED"
 """Environment variable of ranks that `llmdistill train` has started: the command that the user typed."""
 
@@ -53,13 +53,15 @@ def run_parser(methods: MethodTable) -> ArgumentParser:
         usage=f"{_COMMAND} {_USAGE}",
         exit_on_error=False,
         description="Distill a teacher into a smaller student under DeepSpeed. "
-        "Every setting below can be given in a recipe (YAML) or on the command line, which has priority.",
+        "Every setting below can be given in a recipe (YAML) or on the command line, which takes precedence.",
     )
-    text = f"A shipped recipe's name or a YAML file. Default: {DEFAULT_RECIPE}, the embedded example; for a teacher or "
-    text += "data of your own none."
+    text = (
+        f"A shipped recipe's name or a YAML file. Default: {DEFAULT_RECIPE}, the embedded example; none if you name a "
+    )
+    text += "teacher or data of your own."
     parser.add_argument("--recipe", action="config", help=text)
-    text = "Only in a recipe: the recipe that it extends, by the name of a shipped one or by a path relative to this "
-    text += "recipe. Its own settings have priority."
+    text = "Only in a recipe: the recipe that it builds on, a shipped one or a path relative to this recipe. Its own "
+    text += "settings take precedence."
     parser.add_argument("--extends", type=str | None, help=text)
     parser.add_argument(
         "--dry_run", action="store_true", help="Check the settings and say what would run; no weights or data are read."

@@ -154,7 +154,7 @@ class TaskConfig:
     crossed: bool = False
     """MLQA: also score questions in one language on contexts in another, for each pair of the languages."""
     writing: WritingConfig = field(default_factory=WritingConfig)
-    """Settings of tasks in which an encoder writes texts: question_generation, summarization, xsum, cnn_dailymail."""
+    """Settings of tasks in which an encoder writes texts, such as summarization."""
 
     def __post_init__(self) -> None:
         for name in self.out_of_domain:
@@ -183,18 +183,20 @@ class RolloutConfig:
     """Address of a vLLM server that writes them, such as http://localhost:8000, to which the weights of the student are
     handed over; docs/methods.md says how it is started. Default: the student itself, by transformers' generate."""
     every: int = field(default=1, metadata=at_least(1))
-    """The weights are handed over to the server every so many steps; with more than 1 an older student writes."""
+    """Number of steps between two hand-overs of the weights to the server; with more than 1 an older student writes."""
     wait: float = field(default=600.0, metadata=FREE | PATIENCE)
-    """Seconds without any answer of the server after which the training saves its last step and ends; until then every
-    request that failed is repeated."""
+    """Seconds without any answer from the server after which the training saves its last step and ends; until then it
+    repeats failed requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Data: files, folders of files, or NAME[:SPLIT] of a data set on the hub; or several, as in a.jsonl,b.jsonl.
+    """Data: files, folders, or NAME[:SPLIT] on the hub; several as a.jsonl,b.jsonl.
+
     Instructions are rows of JSONL, JSON, Parquet, CSV or TSV that hold instruction, input (may be empty) and output (a
     string or a list of strings), or prompt and completion, or messages. Text is a plain text file, or such rows with a
-    text in them."""
+    text in them.
+    """
 
     kind: Literal["instructions", "text", "task", "sentences"] = field(
         default="instructions",
@@ -209,13 +211,13 @@ class DataConfig:
     teacher's embeddings (settings under data.sentences)."""
     train: str = field(default="embedded:train", metadata=COMMON)
     """Training set; if an instruction has several answers, the first one is the label. With a.jsonl=2,b.jsonl=1 two of
-    three examples of an epoch are from a.jsonl: an epoch has as many as all files together. "teacher" is what the
-    teacher writes itself before the training: chats with data.kind instructions, texts with text."""
+    three examples come from a.jsonl; an epoch has as many examples as all files together. "teacher" is what the teacher
+    writes itself before the training: chats with data.kind instructions, texts with text."""
     write: WriteConfig = field(default_factory=WriteConfig)
     """What the teacher writes for data.train teacher."""
     valid: str | None = field(default=None, metadata=FREE | COMMON | replaces("train.keep_best", by=(None,)))
-    """Validation set, for choosing settings: its loss is logged, and at the end instructions are also scored on it by
-    ROUGE-L, sentences by Spearman's correlation; never trained on."""
+    """Validation set, for choosing settings; never trained on. Its loss is logged, and at the end instructions are also
+    scored on it by ROUGE-L, sentences by Spearman's correlation."""
     held_out: float | None = field(
         default=None,
         metadata=earlier_default(0) | takes(lambda value: value >= 0, "give a share, a number of rows, or 0"),
@@ -224,9 +226,9 @@ class DataConfig:
     the untrained and the trained student: a share below 1 (8 to 200 rows, at most a quarter of the set), a number, or
     0. Only for instructions that are not streamed. Default: 2 %, or 0 if there is a validation set."""
     tests: dict[str, str] = field(default_factory=dict, metadata=FREE | COMMON)
-    """Test sets of instructions or of pairs of sentences as {name: path}, and texts (.txt), whose perplexity is
-    measured in windows (scoring.window, scoring.stride); every model of the final table is scored on each. A text of
-    the name wikitext2 is joined as the papers on SVD do."""
+    """Test sets as {name: path}: instructions, pairs of sentences, or texts (.txt). Every model of the final table is
+    scored on each, on a text by its perplexity in windows (scoring.window, scoring.stride). The lines of a text named
+    wikitext2 are joined as in the papers on SVD."""
     streaming: bool = False
     """Read the training set while training instead of before it, for sets that do not fit into memory."""
     shuffle_buffer: int = field(default=10_000, metadata=at_least(1, " (1 does not shuffle)"))
@@ -247,7 +249,7 @@ class DataConfig:
     """Share of the steps in which the student generates the answers itself (GKD's lambda), from 0 to 1; for
     methods with a teacher."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Settings of these answers."""
+    """Who writes the student's answers (data.on_policy)."""
     prompt: str | None = None
     """The prompt around an instruction: minillm is MiniLLM's, chat the tokenizer's chat template, and any other value a
     text with {instruction} and usually {input} in it. Default: the prompt with which the teacher was trained if an

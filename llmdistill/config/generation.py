@@ -12,8 +12,11 @@ from llmdistill.config.marks import FREE, OVER_0, SHARE_OVER_0, at_least, each_o
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How answers and texts are scored. Texts have the protocol of the SVD papers, and answers MiniLLM's, but for the
-    decoding: that takes five passes, which the sets of MiniLLM (--suite) and the recipes of papers have."""
+    """How answers and texts are scored, as in MiniLLM and in the papers on SVD.
+
+    Only the decoding is greedy by default: MiniLLM's five sampling passes are for its sets (--suite) and the recipes of
+    papers.
+    """
 
     decoding: Literal["sample", "greedy"] = "greedy"
     """greedy: one pass. sample: MiniLLM's temperature 1, top_p 1, no top_k, and one pass per seed, the default of
@@ -21,19 +24,19 @@ class GenerationConfig:
     seeds: list[int] = field(default_factory=lambda: [10, 20, 30, 40, 50], metadata=each_once(0, ", none below 0"))
     """Seeds of the sampling passes; the reported ROUGE-L is their mean."""
     no_repeat_ngram_size: int = field(default=6, metadata=at_least(0))
-    """Let no n-gram of this length occur twice in an answer; 0 switches it off."""
+    """No n-gram of this length occurs twice in an answer; 0 switches this off."""
     batch_size: int = field(default=32, metadata=at_least(1))
-    """Number of prompts answered at once on each rank; one that waits takes the place of an answer that ends. On a GPU
-    more, up to 512, if half of its free memory holds them. Answers depend on it only by rounding."""
+    """Number of prompts answered at once on each rank, on a GPU up to 512 if half of its free memory holds them; when
+    an answer ends, the next prompt takes its place. Answers depend on this number only by rounding."""
     limit: int | None = field(default=None, metadata=at_least(1))
-    """Score only the first so many examples of each set, and windows of a text."""
+    """Score only the first examples of each set, and the first windows of a text, up to this number."""
     window: int | None = field(default=None, metadata=at_least(2))
-    """Tokens of a window when the perplexity of a text is measured, with the begin token if the tokenizer writes one.
-    The rest at the end of the text is left out. Default: 2048, as in the papers on SVD, or the model's positions if
-    these are fewer."""
+    """Tokens of a window for the perplexity of a text, including the begin token if the tokenizer writes one. An
+    incomplete last window is left out. Default: 2048, as in the papers on SVD, or the model's positions if these are
+    fewer."""
     stride: int | None = field(default=None, metadata=at_least(1))
-    """Tokens from one window of a text to the next. The tokens that a window shares with the one before are only
-    context. Default: no overlap."""
+    """Tokens from the start of one window of a text to the next. Tokens that a window shares with the one before are
+    only context. Default: no overlap."""
     models: list[Literal["teacher", "untrained", "student"]] = field(
         default_factory=lambda: ["teacher", "untrained", "student"]
     )
@@ -59,11 +62,11 @@ class ResponseConfig:
     no_repeat_ngram_size: int = field(default=0, metadata=at_least(0))
     """No n-gram of this length occurs twice in prompt and answer together; 0 switches this off."""
     batch_size: int | None = field(default=None, metadata=at_least(1))
-    """Number of prompts answered at once on each rank and saved together: an interrupted run loses the answers of
-    batches that have not ended. On a GPU transformers answers more at once, up to 512, if half of its free memory holds
-    them. Default: 32, or 1024 with vLLM."""
+    """Number of prompts answered at once on each rank and saved together; an interruption loses only unfinished
+    batches. On a GPU transformers answers up to 512 at once if half of its free memory holds them. Default: 32, or 1024
+    with vLLM."""
     limit: int | None = field(default=None, metadata=at_least(1))
-    """Answer only this number of prompts, from the first one on."""
+    """Answer only the first prompts, up to this number."""
     prompt: str | None = None
     """The prompt around an instruction, as data.prompt of a run."""
     max_prompt_length: int = 256
@@ -74,8 +77,8 @@ class ResponseConfig:
     """What happens to prompts longer than max_prompt_length: stop with an error, drop them, or keep only their end.
     The number of these prompts is always reported."""
     reasoning: Literal["keep", "drop"] = "keep"
-    """keep: of a chat, the reasoning of an answer and the special tokens in it are written too, so that the student
-    learns the teacher's tokens; drop: the final answer alone."""
+    """keep: write a chat's reasoning and its special tokens too, so that the student learns all of the teacher's
+    tokens; drop: write only the final answer."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto: bf16 on a GPU that supports it, else fp32."""
     engine: Literal["auto", "hf", "vllm"] = "auto"
@@ -94,11 +97,12 @@ class WriteConfig:
     rows: int | None = field(default=None, metadata=at_least(1))
     """Number of rows; default: 1,000, or as many as `tokens` says."""
     tokens: int | None = field(default=None, metadata=at_least(1))
-    """Number of tokens after which no further row is written; with `rows` too, what comes first ends the writing."""
+    """Number of tokens after which no further row is written; with `rows` too, whichever comes first ends the
+    writing."""
     prompt_temperature: float = field(default=1.0, metadata=OVER_0)
-    """Temperature of what is written from nothing: the user's turn, or a text."""
+    """Temperature of the user's turn, or of a text."""
     prompt_top_p: float = field(default=0.98, metadata=SHARE_OVER_0)
-    """Top-p of the same: sampled from the smallest set of tokens with this total probability."""
+    """Top-p of the same: tokens are sampled from the smallest set with this total probability."""
     temperature: float = field(default=0.9, metadata=OVER_0)
     """Temperature of the answer."""
     top_p: float = field(default=0.95, metadata=SHARE_OVER_0)
@@ -113,13 +117,13 @@ class WriteConfig:
     """drop: rows whose answer or text did not end within its limit are dropped; keep: they are rows, cut at the limit.
     Default: drop for chats, keep for texts."""
     similarity: float = field(default=0.5, metadata=SHARE_OVER_0)
-    """Drops a user's turn or a text that repeats an earlier one: if they share at least this part of their three-token
-    pieces (Jaccard index). 1 drops only equal ones."""
+    """Drop a user's turn or a text that shares at least this part of its three-token pieces with an earlier one
+    (Jaccard index). 1 drops only equal ones."""
     seed: int = field(default=0, metadata=at_least(0))
     """Seed of the samples. Each row has random numbers of its own, so its tokens depend on the batch and on the number
     of ranks only where rounding does."""
     batch_size: int | None = field(default=None, metadata=FREE | at_least(1))
-    """Rows sampled at once on each rank, on a GPU as many of them as half of its free memory holds; an interruption
+    """Rows sampled at once on each rank, on a GPU at most as many as half of its free memory holds; an interruption
     loses at most these. Default: 32 on a CPU, 512 on a GPU, or 1024 with vLLM."""
     dtype: Literal["auto", "fp32", "bf16"] = field(default="auto", metadata=FREE)
     """Number format of the teacher; auto: bf16 on a GPU that supports it, else fp32."""

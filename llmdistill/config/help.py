@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -45,7 +46,8 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
     """Return the help of the common settings (""), of all settings (`all`), or of a section such as train or makd."""
     if topic == "":
         by_key = {_key_of(action): action for action in actions(parser)}
-        lines = [f"usage: {parser.usage}", "", textwrap.fill(str(parser.description), 100), "", "common settings:"]
+        width = max(80, min(118, shutil.get_terminal_size().columns - 2))
+        lines = [f"usage: {parser.usage}", "", textwrap.fill(str(parser.description), width), "", "common settings:"]
         # The flags that are no settings of a run stand around them.
         for key in ("recipe", *find_marked(RunConfig, "common"), "dry_run", "check"):
             flag, text = f"  --{key}", " ".join(str(by_key[key].help).split())
@@ -53,18 +55,17 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
             default = by_key[key].default
             if default not in (None, False, argparse.SUPPRESS) and default != {}:
                 text += f" (default: {default})"
-            wrapped = textwrap.wrap(text, 118 - _WIDTH)
-            lines += [f"{flag:{_WIDTH}}{wrapped[0]}", *(" " * _WIDTH + line for line in wrapped[1:])]
+            lines += _aligned(flag, text, width)
         plain = [section for section in _list_sections(parser) if section not in methods]
         with_settings = [section for section in _list_sections(parser) if section in methods]
-        lines += [
-            "",
-            "more settings:",
-            f"  {'--help SECTION':{_WIDTH - 2}}{', '.join(plain)}, or a part such as student.lora",
-            f"  {'--help METHOD':{_WIDTH - 2}}{', '.join(with_settings)}",
-            f"  {f'--help {COMBINATIONS}':{_WIDTH - 2}}what does not go together",
-            f"  {'--help all':{_WIDTH - 2}}every setting",
-        ]
+        lines += ["", "more settings:"]
+        for flag, text in (
+            ("SECTION", f"{', '.join(plain)}, or a part such as student.lora"),
+            ("METHOD", ", ".join(with_settings)),
+            (COMBINATIONS, "what does not go together"),
+            (ALL, "every setting"),
+        ):
+            lines += _aligned(f"  --help {flag}", text, width)
         return "\n".join(lines) + "\n"
     if topic == ALL:
         return parser.format_help()
@@ -86,6 +87,12 @@ def help_of(parser: ArgumentParser, topic: str, methods: Collection[str]) -> str
     finally:
         for action, text in zip(others, texts, strict=True):
             action.help = text
+
+
+def _aligned(flag: str, text: str, width: int) -> list[str]:
+    """Return the lines of a flag with its text in a column beside it."""
+    first, *others = textwrap.wrap(text, width - _WIDTH)
+    return [f"{flag:{_WIDTH}}{first}", *(" " * _WIDTH + line for line in others)]
 
 
 def _list_settings(parser: ArgumentParser) -> list[Any]:

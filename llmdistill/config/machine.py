@@ -34,8 +34,10 @@ def find_gpu(name: str, memory_bytes: int) -> GpuName | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The machine that a training is planned for. Without these settings it is the GPUs or the CPU of this machine, or
-    nodes of A100 with NVLink and InfiniBand where its GPUs are not known."""
+    """The machine that a training is planned for; by default this machine.
+
+    If its GPUs are not known, nodes of A100 with NVLink and InfiniBand.
+    """
 
     gpu: GpuName = "a100"
     """Kind of the GPUs, which gives gpu_memory, tflops, memory_bandwidth, nvlink and pcie where they are not given."""

@@ -43,7 +43,7 @@ class ChunksConfig(SideBySideConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(SideBySideConfig):
-    """The models whose attention is drawn, the first one as the reference, and the texts that they read."""
+    """The models whose attention is drawn (the first is the reference), and texts."""
 
     text: str | None = None
     """The text."""
@@ -66,8 +66,10 @@ class AttentionConfig(SideBySideConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedConfig(SideBySideConfig):
-    """The models to time, with speed-ups against the first, and the batches. The defaults are those of MiniLM Table 4,
-    PKD and TinyBERT."""
+    """The models to time, with speed-ups against the first, and the batches.
+
+    The defaults are those of MiniLM Table 4, PKD and TinyBERT.
+    """
 
     shapes: list[str] = field(
         default_factory=list, metadata=takes(lambda shapes: len(set(shapes)) == len(shapes), "give each once")

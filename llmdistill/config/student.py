@@ -37,24 +37,24 @@ class CalibrationConfig:
     """File, hub name or embedded:NAME, of the kind in data.kind, or teacher for what the teacher writes itself;
     default: the run's training set; in `llmdistill compress` what a decoder writes itself."""
     examples: int | None = field(default=None, metadata=at_least(1) | earlier_default(512))
-    """Number of examples. Default: 512; for the start that a run chooses itself as many as have 65,536 tokens if they
-    are as long as data.max_length, from 64 to 512, and 64 that `llmdistill compress` has the model write."""
+    """Number of examples. Default: 512; for the default start of a run 65,536 / data.max_length, but 64 to 512; 64 if
+    `llmdistill compress` has the model write them."""
     held_out: int | None = field(default=None, metadata=at_least(0))
-    """Number of further examples on which ranks by the predicted loss must be better than one rank, which is taken
-    otherwise; 0 skips this check, and student.init important has none. Default: one for each eight of `examples`."""
+    """Number of further examples, which decide between ranks by the predicted loss and a single rank; 0 takes the
+    former unchecked. student.init important needs none. Default: an eighth of `examples`."""
     seed: int = field(default=0, metadata=at_least(0))
     """Seed of the choice of the examples, and of the labels that are sampled from the teacher."""
     micro_batch_size: int = field(default=8, metadata=FREE | at_least(1))
     """Examples per rank and pass."""
     memory: float = field(default=16.0, metadata=FREE | OVER_0)
-    """GiB that the measured matrices of one pass may take on each rank; with less memory there are more passes over
-    the data, each for some of the layers."""
+    """GiB that the measured matrices of one pass may take on each rank; with less memory the data are read in more
+    passes, each for some of the layers."""
     folder: str | None = field(default=None, metadata=FREE)
-    """Folder for the measurement and the factors of every matrix. Students of other sizes, allocations and forms (and
-    after gradients those of weighting activations) then need no other pass over the data, except for the token
-    embedding of embedding_rank and the held-out examples; not for Kronecker products. An interrupted measurement
-    continues, also in the middle of a pass. The folder needs the disk of the statistics (`memory`), and one and a half
-    times the teacher's layers in fp32 for each weighting. Default: no folder."""
+    """Folder that keeps the measurement and the factors of every matrix. Students of another size, allocation or form
+    (and, after gradients, of weighting activations) then need no other pass over the data, except for embedding_rank
+    and the held-out examples. An interrupted measurement continues, even in the middle of a pass. The folder takes the
+    disk space of the statistics, and one and a half times the teacher's layers in fp32 for each weighting. Not for
+    Kronecker products. Default: no folder."""
 
     @property
     def count(self) -> int:
@@ -69,7 +69,7 @@ class CalibrationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FactorizeConfig:
-    """How each matrix of the teacher is replaced by a product of two smaller ones, by svd or by kronecker.
+    """How svd or kronecker replaces each matrix by a product of two smaller ones.
 
     svd (MaKD §3.1) takes one of rank, ranks and target_params, kronecker (KroneckerBERT §3.2) one of shapes and
     target_params; the text of each setting begins with the method that uses it.
@@ -80,13 +80,12 @@ class FactorizeConfig:
     ranks: dict[str, int] | None = field(default=None, metadata=_OTHER_SIZES | _NO_SEARCH)
     """svd: rank for each module pattern, as {glob over module names: rank}; the first pattern that matches is used."""
     target_params: str | int | float | None = field(default=None, metadata=COMMON | _OTHER_SIZES)
-    """Largest number of parameters of the student: a number (690000000), a short form (0.69B, 77.25M) or a share of
-    the teacher's (62%). svd takes the largest single rank that stays below it, rounded by rank_multiple; kronecker,
-    only in `llmdistill compress`, takes the shapes with the smallest error on the weights, estimated from the weights
-    of three layers."""
+    """Largest number of parameters of the student: a number (690000000), a short form (0.69B, 77.25M) or a share of the
+    teacher's (62%). svd takes the largest ranks that fit, by `allocation` and rank_multiple; kronecker (only in
+    `llmdistill compress`) the shapes with the smallest error on the weights, estimated from three layers."""
     embedding_rank: int | None = None
-    """svd: also factorize the token embedding (and a head that is tied to it) to this rank; a weighting counts its
-    rows by how often their tokens occur and, with gradients, its columns too."""
+    """svd: also factorize the token embedding (and a head that is tied to it) to this rank. A weighting weights its
+    rows by how often their tokens occur, and with gradients also its columns."""
     sigma: Literal["left", "balanced"] = field(
         default="left", metadata=replaces("student.factorize.form", by=("balanced",))
     )
@@ -96,28 +95,27 @@ class FactorizeConfig:
         default=None, metadata=replaces("student.factorize.sigma", by=("pivoted",)) | earlier_default("plain")
     )
     """svd: how a product of rank r is stored. plain: as two factors of r (m + n) numbers for an (m, n) matrix; pivoted:
-    r of the outputs are computed directly and the others from them, which takes r (m + n - r) numbers, so that
-    target_params buys higher ranks. Default: pivoted for target_params if weighting is left out too, else plain."""
+    r of the outputs are computed directly and the others from them, which takes r (m + n - r) numbers, so target_params
+    allows higher ranks. Default: pivoted if target_params is set and weighting is not, else plain."""
     weighting: Literal["none", "activations", "gradients"] | None = field(
         default=None,
         metadata=replaces("student.factorize.allocation", unless=(None, "gradients")) | earlier_default("none"),
     )
-    """Both methods: what a matrix must keep. none: its entries (the papers' choice); activations: its outputs on the
-    calibration data; gradients: the loss, which the data's inputs and the gradients at the outputs predict. Default:
-    gradients for svd where there are calibration data, such as in every run, else none."""
+    """svd, kronecker: what a factorized matrix keeps as well as it can. none: its entries (the papers' choice);
+    activations: its outputs on the calibration data; gradients: the loss, predicted from the inputs and the gradients
+    at the outputs. Default: gradients for svd if there are calibration data, as in every run; else none."""
     allocation: Allocation | None = field(default=None, metadata=earlier_default("uniform"))
-    """svd: how target_params is spent. uniform: one rank for all matrices; loss: on the ranks that save most of the
-    predicted loss, which needs weighting gradients. Default: loss for target_params if weighting is left out too, else
-    uniform."""
+    """svd: how target_params is spent. uniform: one rank for all matrices; loss: the ranks with the smallest predicted
+    loss, which needs weighting gradients. Default: loss if target_params is set and weighting is not, else uniform."""
     rank_multiple: RankMultiple = field(
         default="auto",
         metadata=takes(lambda value: value == "auto" or value >= 1, "give auto, or 1 or more") | earlier_default(1),
     )
-    """svd: target_params is spent on ranks that are multiples of this number, for the matrix units of a GPU. auto: 64
+    """svd: the ranks for target_params are multiples of this number, which suits the matrix units of a GPU. auto: 64
     where the smaller side of a matrix is 1,024 or more, 8 from 256 on, and 1 below; ranks under 64 or 8 take the next
-    smaller of these. 1: exact ranks. A rank or ranks that are given stay as they are."""
+    smaller of these. 1: exact ranks. `rank` and `ranks` are never rounded."""
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    """The data of a weighted factorization; student.init important uses the same settings."""
+    """Calibration data, for a weighted factorization or student.init important."""
     shapes: dict[str, str] | None = field(default=None, metadata=_OTHER_SIZES | _NO_SEARCH)
     """kronecker: rows x columns of the first factor A of W ≈ A ⊗ B for each module pattern, where each row of W is
     an output, as {glob over module names: 384x48}, or dense for linears that stay dense; the first pattern that
@@ -173,21 +171,23 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeConfig:
-    """Weights of few bits in every nn.Linear of the layers, by torchao; both linears of an SVD factor are such. Norms
-    and biases keep their format."""
+    """Weights of few bits in every nn.Linear of the layers, by torchao.
+
+    The two factors of an SVD product are such linears. Norms and biases keep their format.
+    """
 
     weights: Literal["none", "int8", "int4"] = "none"
     """int8, int4: the student learns with weights that are rounded to these integers in every forward pass, and is
     saved with them. Not under ZeRO-3."""
     group_size: int | None = field(default=None, metadata=at_least(2))
-    """Weights of a row that share a scale; default: 32 for int4, the whole row for int8. A matrix whose number of
-    inputs it does not divide, such as a factor of another rank, has one scale a row."""
+    """Number of weights in a row that share a scale; default: 32 for int4, the whole row for int8. A matrix whose
+    number of inputs it does not divide, such as a factor of some ranks, has one scale per row."""
     packed: bool = False
     """Save two int4 weights in a byte, which `import llmdistill` reads; transformers and torchao alone keep each in a
     byte. Factorized students, which need llmdistill anyway, are always packed."""
     embeddings: Literal["int8", "exact"] = "int8"
-    """int8: the token embedding and the LM head, which learn as floats, are saved in int8 with a scale a row, also
-    beside int4. exact: they keep their format, and in a small model take most of the file."""
+    """int8: the token embedding and the LM head, which learn as floats, are saved in int8 with one scale per row, even
+    beside int4. exact: they keep their format, and take most of a small model's file."""
 
     def __post_init__(self) -> None:
         if self.weights == "none" and (self.group_size is not None or self.packed or self.embeddings == "exact"):
@@ -206,9 +206,9 @@ class StudentConfig:
         default=None,
         metadata=COMMON | _NO_WEIGHTS | replaces("student.shape", "student.assistants", "student.assistant_training"),
     )
-    """Folder or hub name of an existing student (made by `llmdistill compress`, another run, or anyone). It takes back
-    the shape and the weighting of a recipe; to give them beside it is an error, and the other settings of
-    student.factorize are not used. If neither model nor shape is given, the teacher is factorized."""
+    """Folder or hub name of an existing student; made by `llmdistill compress`, another run, or anyone. It replaces the
+    shape and the weighting of a recipe; giving them together is an error. The other settings of student.factorize are
+    ignored. Without model and shape, the run factorizes the teacher."""
     method: FactorizeMethod = field(default="svd", metadata=_OTHER_SIZES | _NO_WEIGHTS | _OF_KRONECKER | _OF_SVD)
     """Factorization that makes the student from the teacher, if the student is factorized: low-rank (svd) or
     Kronecker products."""
@@ -238,8 +238,8 @@ class StudentConfig:
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     """Weights of few bits."""
     forms: dict[str, Any] | None = None
-    """Further forms that the student has, which installed packages bring as entry points of llmdistill.forms: the
-    settings of each under its name, such as {pruned: {share: 0.5}}."""
+    """Further forms of the student, from entry points of installed packages (llmdistill.forms): the settings of each
+    under its name, such as {pruned: {share: 0.5}}."""
 
     @property
     def teacher_layers(self) -> str:

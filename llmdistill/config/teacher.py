@@ -23,32 +23,30 @@ class OneTeacher:
     """One of the models to learn from."""
 
     model: str | None = None
-    """Folder or hub name of a Hugging Face model, or of a peft adapter, which is merged into its base model; a GGUF
-    file, or a folder with one, which is dequantized; embedded:teacher is the small model that ships with llmdistill;
-    package:NAME/PATH is the folder of an installed Python package, or a path in it. null: a run without a teacher, with
+    """Folder or hub name of a Hugging Face model; or of a peft adapter, which is merged into its base model; or a GGUF
+    file, or a folder with one, which is dequantized. embedded:teacher is the small model that ships with llmdistill,
+    package:NAME/PATH the folder of an installed Python package, or a path in it. null: a run without a teacher, with
     method sft on a task and the model in student.model."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the teacher; auto takes that of the run."""
     sharding: Literal["replicated", "node", "zero3", "tensor"] = field(
         default="replicated", metadata=FREE | replaces("teacher.zero", by=("replicated", "tensor"))
     )
-    """replicated: every rank holds the whole teacher; zero3: each rank holds its share, whatever the student's stage
-    is; node: the ranks of each node share a whole one, so that no weights of the teacher travel between the nodes;
-    tensor: the same by tensor parallelism, so that sums of activations and logits travel and no weights at all (method
-    kd on decoders)."""
+    """replicated: every rank holds the whole teacher; zero3: each rank holds a share, whatever the student's stage is;
+    node: the ranks of each node share a whole teacher, so its weights never travel between nodes; tensor: the same by
+    tensor parallelism, where sums of activations and logits travel instead of weights (method kd on decoders)."""
     zero: dict[str, Any] = field(default_factory=dict, metadata=FREE)
     """Settings of zero_optimization for a sharded teacher, as DeepSpeed names them, such as
     {stage3_prefetch_bucket_size: 100000000, offload_param: {device: cpu}}. The stage is 3."""
     cache: str | None = field(default=None, metadata=_NO_SERVER | _LABELS_ALONE)
-    """Folder with the outputs of the teacher for every training example, made by `llmdistill cache`: they are read from
-    there, the teacher is not scored, and its weights are read only where the student is made from them. Default: the
-    teacher runs in every step."""
+    """Folder with the outputs of the teacher for every training example, made by `llmdistill cache`. The run reads
+    these, does not score the teacher, and loads its weights only to make the student. Default: the teacher runs in
+    every step."""
     quantize: TeacherBits = "none"
-    """Number format of the weights of the linears in the layers of a teacher that runs in the steps, by torchao: int8
-    halves the memory of these weights in bf16; int4 rounds to 4 bits in groups of 32 and takes no less
-    memory; fp8 needs a GPU that multiplies in it. A run says how far the teacher's predictions are from the exact ones.
-    The teacher's scores, the student that is made from it and caches take the exact teacher. Not for a sharded
-    teacher."""
+    """Number format to which torchao rounds the linears in the teacher's layers when the steps begin: int8 halves the
+    memory of these weights in bf16; int4 rounds to 4 bits in groups of 32 and saves no more memory; fp8 needs a GPU
+    that multiplies in it. The run reports how far this moves the teacher's predictions. The teacher's scores, caches,
+    and a student made from it use the exact weights. Not for a sharded teacher."""
     weight: float = field(default=1.0, metadata=OVER_0)
     """Weight of this teacher in the average of several; only the proportions matter."""
 
@@ -71,28 +69,28 @@ class TeacherConfig(OneTeacher):
     model: str | None = field(default="embedded:teacher", metadata=COMMON | _OTHER_TEACHERS)
     url: str | None = field(default=None, metadata=FREE | replaces("teacher.cache") | _LABELS_ALONE | ADDRESS)
     """Address of a server that runs the teacher, such as http://localhost:8000: it speaks OpenAI's protocol, gives the
-    log-probabilities of a prompt as vLLM does, and has the model under the name in teacher.model. Of that model only
-    the configuration and the tokenizer are read here, and its weights where the student is made from them; it is not
-    scored."""
+    log-probabilities of a prompt as vLLM does, and serves the model under the name in teacher.model. The run itself
+    reads only that model's configuration and tokenizer, and its weights to make the student. It does not score the
+    teacher."""
     top_k: int | None = field(default=None, metadata=replaces("teacher.cache") | _LABELS_ALONE | at_least(1))
-    """Number of most likely tokens to request from the server of teacher.url; all others are one more class. The server
-    must allow so many (vLLM: --max-logprobs)."""
+    """Number of most likely tokens to request from teacher.url; all others are one more class. The server must allow
+    this number (vLLM: --max-logprobs)."""
     wait: float = field(default=60.0, metadata=FREE | PATIENCE)
-    """Seconds without any answer of teacher.url after which the training saves its last step and ends; until then every
-    request that failed is repeated."""
+    """Seconds without any answer from teacher.url after which the training saves its last step and ends; until then it
+    repeats failed requests."""
     source: str | None = field(default=None, metadata=replaces("teacher.cache", "teacher.settings") | _NO_SERVER)
-    """Name of the entry point in llmdistill.teachers by which an installed package gives the teacher's outputs; of
-    teacher.model no more is read than with a server."""
+    """Name of the entry point in llmdistill.teachers by which an installed package gives the teacher's outputs;
+    teacher.model is read as with teacher.url."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of teacher.source, which its package defines."""
     others: dict[str, OneTeacher] = field(default_factory=dict, metadata={VALUES: OneTeacher})
     """More teachers by name, with the student's tokens, such as {people: {model: DIR, weight: 2}}; each has its own
-    model, dtype, sharding, zero, cache, quantize and weight. The student is made from teacher.model, and the table
-    scores only this one."""
+    model, dtype, sharding, zero, cache, quantize and weight. The run makes the student from teacher.model, the only
+    teacher that it scores."""
     average: Literal["probabilities", "log_probabilities", "rows"] = "probabilities"
-    """How several teachers teach. probabilities: by the average of their distributions, the mixture;
-    log_probabilities: by the average of their log-probabilities, the geometric mean; rows: each teaches the rows of
-    data.train whose key teacher is its name, and teacher.model those without the key."""
+    """What the student learns from several teachers. probabilities: the average of their distributions, a mixture;
+    log_probabilities: the average of their log-probabilities, a geometric mean; rows: each row of data.train from the
+    teacher that its key `teacher` names, and rows without the key from teacher.model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,14 +163,14 @@ class CacheConfig:
     top_k: int = field(default=64, metadata=at_least(1))
     """top_k: number of tokens."""
     dtype: Literal["auto", "int8"] = "auto"
-    """hidden_states: their number format. auto: that of the teacher; int8: 8 bits with one scale for each token, a
-    quarter of the bytes of fp32 and half of those of bf16. The command says how many nats a token this moves the
-    teacher's distributions."""
+    """hidden_states: their number format. auto: the teacher's; int8: 8 bits with one scale per token, a quarter of the
+    bytes of fp32 and half of those of bf16. The command reports by how many nats per token this moves the teacher's
+    distributions."""
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """What runs the teacher. hf: the run's own teacher, on one or several ranks; vllm: vLLM, one process for all GPUs,
     which gives top_k at temperature 1 and nothing else; auto: vLLM if it is installed and can do it, else hf."""
     teacher: str = ""
-    """Of several teachers the name of the one that is run. Default: teacher.model."""
+    """Which of several teachers runs, by name. Default: teacher.model."""
     micro_batch_size: int = field(default=8, metadata=at_least(1))
     """hf: examples per rank and forward pass of the teacher."""
     shard_tokens: int = field(default=65536, metadata=at_least(1))

@@ -62,9 +62,9 @@ class TrainConfig:
     max_grad_norm: float = field(default=1.0, metadata=at_least(0))
     """Clip gradients to this norm; 0 switches it off."""
     not_finite: Literal["skip", "stop"] = field(default="skip", metadata=FREE)
-    """What to do about a gradient that is inf or NaN: skip leaves the student as it was and ends the run after three
-    such steps in a row; stop ends it at the first. The run's folder keeps the batch. A step that DeepSpeed applies
-    anyway (ZeRO stage 0 in fp32, bf16.check_grad_overflow false) always ends the run, before anything is saved."""
+    """What to do if a gradient is inf or NaN: skip leaves the student as it was, and ends the run after three such
+    steps in a row; stop ends it at the first. The run's folder keeps the batch. A step that DeepSpeed applies anyway
+    (ZeRO stage 0 in fp32, bf16.check_grad_overflow false) always ends the run, before anything is saved."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of the student's forward and backward pass. auto takes that of the ds_config (bf16.enabled); if
     this is "auto" too, as in the shipped ones, bf16 on a GPU that supports it and fp32 elsewhere."""
@@ -72,15 +72,15 @@ class TrainConfig:
     """Recompute the student's activations in the backward pass: less memory, more time."""
     compile: bool | Literal["auto"] = field(default=False, metadata=FREE)
     """Compile the layers of student and teacher (torch.compile), one graph for all layers of a kind and all lengths:
-    the first steps take minutes, later steps are faster. auto: on a GPU with a compiler, from 500 steps on, where
-    nothing speaks against it. Not with ZeRO-3, a sharded teacher, an architecture that makes its own masks, or without
-    a C++ compiler. With dropout the random numbers differ from those without compile."""
+    the first steps take minutes, later steps are faster. auto: on a GPU, in runs of 500 steps or more, if possible. Not
+    with ZeRO-3, a sharded teacher, an architecture that makes its own masks, or without a C++ compiler. Dropout then
+    draws other random numbers."""
     liger: bool | Literal["auto"] = field(default=False, metadata=FREE)
-    """Run RMSNorm, RoPE and SwiGLU of both models by Liger's kernels (the extra liger), one launch each; equal up to
-    rounding, and not yet measured on a GPU. auto: on a GPU with the library, unless the layers are compiled. Models
-    with another architecture than granite, llama, mistral, olmo2, qwen2, qwen3 or smollm3 stay as they are."""
+    """Run RMSNorm, RoPE and SwiGLU of both models with Liger's kernels (the extra liger), one launch each; equal up to
+    rounding, and not yet measured on a GPU. auto: on a GPU with the library, unless the layers are compiled. Only for
+    granite, llama, mistral, olmo2, qwen2, qwen3 and smollm3; other models stay as they are."""
     log_every: int | None = field(default=10, metadata=FREE | at_least(1))
-    """Steps between two lines of the log; null writes about four; a validation has a line of its own."""
+    """Steps between two lines of the log; null writes about four lines. A validation has its own line."""
     report_to: list[Literal["tensorboard", "wandb", "mlflow"]] | None = field(
         default=None, metadata=FREE | takes(lambda names: len(set(names)) == len(names), "name each of them once")
     )

@@ -22,7 +22,7 @@ from llmdistill.step.method import Method
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig:
-    """Distillation of the embedding of each sentence (data.kind sentences). A weight of 0 drops the term."""
+    """The embedding of each sentence (data.kind sentences). Weight 0 drops a term."""
 
     cosine: float = 1.0
     """Weight of 1 - cos between the embeddings of student and teacher."""

@@ -22,7 +22,7 @@ _RATIO = takes(lambda value: 0 < value <= 1, "give a number over 0 and up to 1 (
 
 @dataclass(frozen=True, kw_only=True)
 class KdConfig:
-    """Distillation of the output for each token: a divergence to the teacher plus the cross-entropy on the labels."""
+    """KD for each token: a divergence to the teacher, and the labels."""
 
     divergence: str = "forward_kl"
     """forward_kl: KL(T||S), the usual one; reverse_kl: KL(S||T); jsd: GKD's generalized Jensen-Shannon;

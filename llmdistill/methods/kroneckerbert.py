@@ -20,8 +20,10 @@ from llmdistill.step.method import Method
 
 @dataclass(frozen=True, kw_only=True)
 class KroneckerbertConfig:
-    """The loss of KroneckerBERT (eq. 14), between all layers of the teacher and of its factorized copy. A weight of
-    0 drops the term; in the paper all weights are 1."""
+    """KroneckerBERT (eq. 14): all layers of the teacher and its factorized copy.
+
+    Weight 0 drops a term; in the paper all weights are 1.
+    """
 
     teacher_layers: str | None = None
     """The teacher's layer for each layer of the student: uniform, spread, first, last, or a number for each, such as

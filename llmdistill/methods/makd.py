@@ -19,7 +19,7 @@ from llmdistill.step.method import Method
 
 @dataclass(frozen=True, kw_only=True)
 class MakdConfig:
-    """The terms of MaKD (eq. 12-19), their layers and their weights. A weight of 0 drops the term."""
+    """The terms of MaKD (eq. 12-19), and their layers. Weight 0 drops a term."""
 
     matrix_layers: str = "lower"
     """Layers of the matrix losses: lower, upper, all, none, or numbers from 1 such as 1-3,6."""

@@ -24,8 +24,10 @@ _TERMS = ("attention", "value_relation", "value_mse", "hidden_relation", "hidden
 
 @dataclass(frozen=True, kw_only=True)
 class MinilmConfig:
-    """MiniLM: the attention and the value relation of one layer (MiniLM §3.1, §3.2). Teacher and student need the
-    same number of heads; their depth and width may differ. A weight of 0 drops the term."""
+    """MiniLM: attention and value relation of one layer (§3.1, §3.2).
+
+    Teacher and student need the same number of heads; their depth and width may differ. Weight 0 drops a term.
+    """
 
     attention: float = 1.0
     """Weight of KL(A_teacher || A_student) (L_AT)."""

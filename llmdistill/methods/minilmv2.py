@@ -33,8 +33,10 @@ class SearchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Minilmv2Config:
-    """MiniLMv2: relations between queries, keys and values (MiniLMv2 eq. 5-8). Depth, width and number of heads of
-    the models may differ."""
+    """MiniLMv2: relations between queries, keys and values (eq. 5-8).
+
+    Depth, width and number of heads of the models may differ.
+    """
 
     relations: list[Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv", "hh"]] = field(
         default_factory=lambda: ["qq", "kk", "vv"], metadata=each_once()

@@ -19,9 +19,11 @@ from llmdistill.step.method import Method
 
 @dataclass(frozen=True, kw_only=True)
 class TinybertConfig:
-    """TinyBERT's distillation of embedding, attention and hidden states, with the teacher's layers evenly spread
-    over the student's (Jiao et al. 2020, eq. 7-9). Learned matrices map the student's width to the teacher's. A
-    weight of 0 drops the term."""
+    """TinyBERT: embedding, attention and hidden states (Jiao et al. 2020, eq. 7-9).
+
+    The teacher's layers are evenly spread over the student's. Learned matrices map the student's width to the
+    teacher's. Weight 0 drops a term.
+    """
 
     teacher_layers: str = "uniform"
     """The teacher's layer for each layer of the student: uniform (layer m of M learns from m·L/M of L, 2, 4, 6 for 3

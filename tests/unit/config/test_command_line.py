@@ -9,6 +9,7 @@ import sys
 import pytest
 from hostile import refuses
 
+from llmdistill.commands import cache, compare, evaluate
 from llmdistill.config import RunConfig, command_line, foreign
 from llmdistill.config.command_line import parse_run, recipe_names, run_parser
 from llmdistill.methods import METHODS
@@ -102,6 +103,20 @@ def test_every_setting_is_documented_in_help():
         assert len(str(action.help).split()) >= 2, f"{action.dest} has no help"
     for name, method in METHODS.items():
         assert "".join(f"{name}: {method.help}".split()) in text, "--method tells what each is"
+
+
+def test_help_fits_a_terminal_of_80_columns(monkeypatch, capsys):
+    """argparse wraps no titles. They are the first line of a docstring, and a longer one would end in mid-sentence."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = help_text("--help", capsys=capsys).splitlines()
+    for parser in (
+        run_parser(METHODS),
+        evaluate.build_parser("evaluate"),
+        cache.build_parser(),
+        compare.build_parser(),
+    ):
+        lines += [f"usage: {parser.usage or ''}", *(f"{group.title}:" for group in parser._action_groups)]
+    assert [line for line in lines if len(line) > 80] == []
 
 
 def help_text(*words, capsys):
