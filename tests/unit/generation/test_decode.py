@@ -139,7 +139,10 @@ def test_an_answer_stops_at_the_end_tokens_of_the_model(model, tokenizer, kind, 
     assert (result.texts[0] == tokenizer.decode(row[:place]).strip()) == counts
 
 
-def test_an_answer_stops_at_the_end_of_a_turn(model, tokenizer):
+@pytest.mark.parametrize("refills", [True, False])
+def test_an_answer_stops_at_the_end_of_a_turn(model, tokenizer, monkeypatch, refills):
+    if not refills:  # as for a model that keeps other states than keys and values
+        monkeypatch.setattr(decode, "bytes_of_token", lambda model: None)
     ids = encode_prompts([Example("", "", (), raw_prompt="a")], tokenizer, Limits()).ids
     [(_, row)] = HuggingFaceEngine(model, tokenizer, GREEDY).answer(ids, [0], 1)
     place = next(place for place in range(2, len(row)) if row[place] not in row[:place])

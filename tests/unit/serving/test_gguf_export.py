@@ -103,6 +103,9 @@ def test_the_tokenizer_and_the_template_are_written_or_copied(tmp_path):
     assert written.chat_template == TEMPLATE
     fields = gguf.GGUFReader(tmp_path / "out/model.gguf").fields
     assert fields["tokenizer.ggml.pre"].contents() == "smollm", "digits are cut apart"
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    controls = {number for number, kind in enumerate(kinds) if kind == gguf.TokenType.CONTROL}
+    assert controls == set(own.all_special_ids), "the others are text, which llama.cpp shows"
     teacher = write_gguf(TEACHER, tmp_path / "teacher.gguf", begins=True)
     llmdistill.export(folder, tmp_path / "copy", to="gguf", tokenizer_file=str(teacher))
     copied, source = (gguf.GGUFReader(file).fields for file in (tmp_path / "copy/model.gguf", teacher))
