@@ -69,6 +69,11 @@ TOOLS_BEFORE_LAST_USER = (
     "{% elif m.tool_calls %}[CALL] {{ m.tool_calls[0].function.name }}<|end|>{% else %} {{ m.content }}<|end|>"
     "{% endif %}{% endfor %}"
 )
+SYSTEM_BEFORE_LAST_USER = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.last and messages[0].role == 'system' %}"
+    "{{ messages[0].content }} {% endif %}{{ m.content }} [/INST]{% elif m.role == 'assistant' %}"
+    " {{ m.content }}<|end|>{% endif %}{% endfor %}"
+)
 ID_OF_OLDER_CALLS = CALLS.replace("</call>", "{{ '' if loop.last else ' id 7' }}</call>")
 
 TEXT_BEHIND_RESULTS = (

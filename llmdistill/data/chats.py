@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -31,10 +31,12 @@ from llmdistill.models.chat_templates import (
     Message,
     as_the_template_reads,
     frame_of,
+    num_calls_written,
     render,
     shared_length,
     without_begun_mark,
     without_overlap,
+    writes_tools,
 )
 
 Turns = Literal["all", "last"]
@@ -86,10 +88,13 @@ def render_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase
     Raises:
         UserError: there is no chat template, or it raises an error.
     """
-    return [
-        _render_prompt(_require_template(example, tokenizer), _as_messages(example.messages), example)
-        for example in examples
-    ]
+    prompts = []
+    for example in examples:
+        with_template, messages = _require_template(example, tokenizer), _as_messages(example.messages)
+        prompts.append(_render_prompt(with_template, messages, example))
+        if omission := _find_omission(with_template, messages, example, prompts[-1], _render_prompt):
+            raise _left_out(omission, example)
+    return prompts
 
 
 def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns: Turns) -> AnsweredChat:
@@ -105,8 +110,7 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
     learned = [place for place in older if example.messages[place].is_learned] if turns == "all" else []
     if not chat.frame.writes_answers:  # the caller refuses an answer that is not learned
         return chat.finish([], [last], is_marked=False, has_end=True)
-    template = tokenizer.get_chat_template(None, [dict(tool) for tool in example.tools] or None)
-    if _MARKED.search(template):
+    if chat.is_marked:
         # The marks say what is learned, within the answers that are to be.
         parts = [(0, len(chat.text))] if learned == older else [chat.find_region(place) for place in [*learned, last]]
         return chat.finish(parts, [*learned, last], is_marked=True, has_end=True)
@@ -142,6 +146,24 @@ class _Chat:
     def __post_init__(self) -> None:
         self.text = self._render(self.messages)
         self.frame = frame_of(self.tokenizer, self.example.template_options)
+        omission = _find_omission(self.tokenizer, self.messages, self.example, self.text, _render)
+        if not omission:
+            return
+        # A template may write the system turn before the last question alone, and only if no answer follows (Mistral).
+        # The answer is then learned behind its prompt.
+        before = self.messages[:-1]
+        if omission.place < len(before) and not self.is_marked:
+            prompt = self.render_prompt(len(before))
+            if not _find_omission(self.tokenizer, before, self.example, prompt, _render_prompt):
+                self.text = prompt + self.text[self.find_begin(len(before)) :]
+                return
+        raise _left_out(omission, self.example)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the template marks what is learned."""
+        tools = [dict(tool) for tool in self.example.tools] or None
+        return _MARKED.search(self.tokenizer.get_chat_template(None, tools)) is not None
 
     def finish(
         self, parts: list[tuple[int, int]], places: Sequence[int], *, is_marked: bool, has_end: bool
@@ -347,6 +369,58 @@ def _render(
         raise UserError(
             f"{source_prefix(example)}the tokenizer's chat template refuses the messages ({reason}); change one of them"
         ) from error
+
+
+class _Omission(NamedTuple):
+    """What a template leaves out of a chat."""
+
+    place: int
+    """The message that it is a part of; -1 for the tools."""
+    what: str
+
+
+def _find_omission(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    example: Example,
+    text: str,
+    write: Callable[[PreTrainedTokenizerBase, list[Message], Example], str],
+) -> _Omission | None:
+    """Return the first part of a chat that the template leaves out of its text, so that changing it changes nothing.
+
+    The parts are the tools, the texts of all but the assistant, and calls of tools. Answers are looked for where they
+    are learned, and reasoning may be left out. `write` has made the text of the messages.
+    """
+
+    def is_read(changed: list[Message], example: Example = example) -> bool:
+        try:
+            return write(tokenizer, changed, example) != text
+        except UserError:  # the template reads what it refuses
+            return True
+
+    options = example.template_options
+    if example.tools and not writes_tools(tokenizer, options) and not is_read(messages, replace(example, tools=())):
+        return _Omission(-1, "the tools of the row")
+    for place, message in enumerate(messages):
+        changed, what = None, ""
+        calls = message.get("tool_calls") or ()
+        if message["role"] != "assistant":
+            if message["content"].strip() and message["content"].strip() not in text:
+                changed, what = {**message, "content": QUESTION}, f"the text of a {message['role']} turn"
+        elif len(calls) > num_calls_written(tokenizer, options):
+            changed, what = {**message, "tool_calls": calls[:-1]}, "a call of a tool"
+            if len(calls) == 1:
+                del changed["tool_calls"]
+        if changed is not None and not is_read([*messages[:place], changed, *messages[place + 1 :]]):
+            return _Omission(place, what)
+    return None
+
+
+def _left_out(omission: _Omission, example: Example) -> UserError:
+    return UserError(
+        f"{source_prefix(example)}the tokenizer's chat template leaves out {omission.what}; give a template that "
+        "writes it in tokenizer_config.json, or take it out of the row"
+    )
 
 
 @lru_cache

@@ -7,6 +7,7 @@ compare the renderings.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -151,6 +152,38 @@ def _roles_in_parts(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     calling = {"role": "assistant", "content": parts if "assistant" in roles else "", "tool_calls": [call]}
     roles |= {"tool"} if in_parts("tool", [question, calling]) else set()
     return frozenset(roles)
+
+
+# The template and the end token of a tokenizer can change, so its identity alone is no key.
+@cached_by(lambda tokenizer, options: (tokenizer, _template_text(tokenizer), json.dumps(options, default=str)), most=64)
+def num_calls_written(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> float:
+    """Return how many calls of tools in one turn the template writes for sure: none, one (gpt-oss), or infinitely many.
+
+    Templates that read ids in their own form, such as functions.NAME:0 (Kimi K2), count as writing none.
+    """
+    question = {"role": "user", "content": QUESTION}
+    for names, number in (((ANSWER, OTHER_ANSWER), math.inf), ((ANSWER,), 1)):
+        calls = [
+            {"type": "function", "id": f"call0000{place}", "function": {"name": name, "arguments": {}}}
+            for place, name in enumerate(names)
+        ]
+        with suppress(Exception):  # a template can raise anything
+            text = render(tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": calls}], options)
+            if all(name in text for name in names):
+                return number
+    return 0
+
+
+@cached_by(lambda tokenizer, options: (tokenizer, _template_text(tokenizer), json.dumps(options, default=str)), most=64)
+def writes_tools(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> bool:
+    """Return whether the template writes the definition of a made-up tool; False if it refuses this one."""
+    schema = {"type": "object", "properties": {}}
+    tool = {"type": "function", "function": {"name": ANSWER, "description": OTHER_ANSWER, "parameters": schema}}
+    with suppress(Exception):  # a template can raise anything
+        return ANSWER in render(
+            tokenizer, [{"role": "user", "content": QUESTION}], {**options, "tools": [tool]}, asks=True
+        )
+    return False
 
 
 @cached_by(

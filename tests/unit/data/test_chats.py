@@ -19,6 +19,7 @@ from chat_templates import (
     FORGETS,
     ID_OF_OLDER_CALLS,
     IN_PARTS,
+    SYSTEM_BEFORE_LAST_USER,
     TEMPLATES,
     TEXT_BEHIND_RESULTS,
     TOOLS_BEFORE_LAST_USER,
@@ -231,7 +232,7 @@ def test_a_call_is_learned_whole_where_the_last_turn_alone_begins_with_reasoning
             "[CALL] f<|end|>",
         ),
         (
-            ID_OF_OLDER_CALLS,
+            "{{ tools[0].function.name if tools }}" + ID_OF_OLDER_CALLS,
             ["Hi." + END, "<call>f id 7</call>" + END, "Cold." + END, "Yes." + END],
             "<call>f</call>" + END,
         ),
@@ -248,6 +249,53 @@ def test_what_a_template_writes_otherwise_once_turns_follow_is_no_part_of_an_ans
         [item] = encode([parse_row({"messages": chat[:length], "tools": tools}, "a")], tokenizer, LONG).items
         assert item.ids == tokenizer.apply_chat_template(chat[:length], tools=tools)["input_ids"]
         assert parts_of(tokenizer, item) == expected
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+ASKS = {"role": "user", "content": "Weather?"}
+RESULT, COLD = {"role": "tool", "content": "12 C"}, {"role": "assistant", "content": "Cold."}
+USERS_ALONE = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "what"),
+    [
+        (CHATML, {"messages": [ASKS, COLD], "tools": [{"name": "f"}]}, "the tools of the row"),
+        (CHATML, {"messages": [ASKS, CALL]}, "a call of a tool"),
+        (CHATML, {"messages": [ASKS, CALL, RESULT, COLD]}, "a call of a tool"),
+        (CALLS, {"messages": [ASKS, {**CALL, "tool_calls": 2 * CALL["tool_calls"]}]}, "a call of a tool"),
+        (USERS_ALONE, {"messages": [ASKS, COLD], "system": "Be short."}, "the text of a system turn"),
+        (USERS_ALONE, {"messages": [ASKS, COLD, RESULT, COLD]}, "the text of a tool turn"),
+    ],
+    ids=["tools", "last call", "call", "second call", "system", "result"],
+)
+def test_what_a_template_leaves_out_is_refused(template, row, what):
+    tokenizer, example = chatting(template), parse_row(row, "x:1")
+    said = f"x:1: the tokenizer's chat template leaves out {what}; give a template"
+    refuses(said, encode, [example], tokenizer, LONG)
+    if len(row["messages"]) > 2 or "call" not in what:
+        refuses(said, encode_prompts, [example], tokenizer, LONG)
+    if "call" in what:
+        every = "{% for call in m.tool_calls %}<call>{{ call.function.name }}</call>{% endfor %}{{ m.content }}"
+        whole = chatting(CHATML.replace("{{ m.content }}", every))
+        [item] = encode([example], whole, LONG).items
+        calls = "".join("<call>f</call>" for _ in example.answer_fields.get("tool_calls", [CALL]))
+        assert parts_of(whole, item)[0] == calls + END
+
+
+def test_a_system_turn_that_stands_in_prompts_alone_is_learned_behind():
+    tokenizer = chatting(SYSTEM_BEFORE_LAST_USER)
+    chat = [{"role": "system", "content": "Be short."}, ASKS, COLD, ASKS, {"role": "assistant", "content": "Warm."}]
+    assert "Be short." not in tokenizer.apply_chat_template(chat, tokenize=False)
+    [item] = encode([parse_row({"messages": chat}, "a")], tokenizer, LONG).items
+    assert (
+        tokenizer.decode(item.ids)
+        == "[INST] Weather? [/INST] Cold.<|end|>[INST] Be short. Weather? [/INST] Warm.<|end|>"
+    )
+    assert parts_of(tokenizer, item) == [" Cold.<|end|>", " Warm.<|end|>"]
+    assert (
+        item.last_prompt == tokenizer.apply_chat_template(chat[:-1])["input_ids"] == item.ids[: len(item.last_prompt)]
+    )
 
 
 class TestLimits:
@@ -350,7 +398,7 @@ def test_a_header_within_the_marks_is_learned_with_its_turn(unlearned):
 
 def test_marks_of_the_template_for_tools_are_those_of_a_chat_with_tools():
     tokenizer = chatting(TEMPLATES["marked"])
-    tokenizer.chat_template = {"default": CHATML, "tool_use": TEMPLATES["marked"]}
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools[0].name }}\n" + TEMPLATES["marked"]}
     example = CHATS["twice"]
     for tools, end in (((), END), (({"name": "river"},), END + "\n")):
         [item] = encode([replace(example, tools=tools)], tokenizer, LONG).items

@@ -95,7 +95,7 @@ RAISING = {
 @pytest.mark.parametrize("template", RAISING)
 def test_a_template_that_raises_is_one_sentence(word_tokenizer, template):
     tokenizer = word_tokenizer()
-    tokenizer.chat_template = "{% if messages[0].content == 'b' %}" + template + "{% endif %}"
+    tokenizer.chat_template = "{{ messages[0].content }}{% if messages[0].content == 'b' %}" + template + "{% endif %}"
     row = 1 if template == "{% if" else 2  # a mistake of grammar refuses every conversation
     said = rf"^rows\.jsonl:{row}: the tokenizer's chat template refuses the messages \({RAISING[template]}[^\n]*$"
     chats = [Example("", "", ("x",), f"rows.jsonl:{n}", (Turn("user", text),)) for n, text in enumerate("ab", start=1)]
