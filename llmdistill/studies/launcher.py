@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,6 +137,7 @@ class Launcher:
         return [results[trial.folder] for trial in trials]
 
     def _start(self, trial: Trial, slot: Sequence[str]) -> _Running:
+        """Start a trial in its own process group, with its output in a file."""
         # Launchers that run at the same time must not use the same port.
         # Without flags there is no launcher on a CPU, see `command`.
         port = ("--master_port", str(free_port())) if self.trials_at_once > 1 and slot else ()
@@ -147,8 +148,25 @@ class Launcher:
         if self.trials_at_once > 1 and not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
             processes = self.trials_at_once * (self._num_gpus() or 1)
             more = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+
+        def end_with_parent() -> None:  # when the study itself is killed
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
+
         began = time.perf_counter()
-        return _Running(_start(command, trial.log, more), trial, slot, began)
+        trial.log.parent.mkdir(parents=True, exist_ok=True)
+        with trial.log.open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **more},
+                # A group of its own: Ctrl-C reaches the study alone, which then ends launcher and ranks together.
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        return _Running(process, trial, slot, began)
 
     def _slots(self) -> list[Sequence[str]]:
         """Return the launcher's flags for each of the trials that run at the same time."""
@@ -174,28 +192,6 @@ class Launcher:
 
 
 Runner = InProcess | Launcher
-
-
-def _end_with_parent() -> None:
-    """On Linux, end the child process when the parent process is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
-
-
-def _start(command: Sequence[str], log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command in its own process group and write its output to a file."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as output:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **more},
-            # A group of its own: Ctrl-C reaches the study alone, which then ends launcher and ranks together.
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-        )
 
 
 @contextmanager

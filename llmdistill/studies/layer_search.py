@@ -61,40 +61,37 @@ class LayerSearch(Study):
 
         Every rank must call it. Finished runs are not repeated; UserError if one fails.
         """
-        num_layers, key = shape_of(self.plan.models.teacher).num_layers, f"{self.name}.search.layers"
-        layers = self.plan.config.method_settings[self.name].search.layers
-        pairs = [self._trials(layer + 1) for layer in parse_layers(layers, num_layers, key=key)]
-        # A probe can be planned only when the relations are learned, because that trial writes the probe's student.
-        runner = InProcess(lambda config: run(make_plan(config, self.plan.teacher_plan)))
-        for kind, trials in zip(("relations", "probes"), zip(*pairs, strict=True), strict=True):
-            outcome = self.run([PlannedRow(key=kind, trials=trials)], runner)[kind]
-            for result in outcome.failed:
-                raise UserError(
-                    f"the search for the teacher's layer failed at the {result.trial.title}: {result.error}"
-                )
-        return on_main(lambda: self._report(outcome))
-
-    def _trials(self, layer: int) -> tuple[Trial, Trial]:
-        """Return the trial that learns a layer's relations and the trial that scores its student; layers are from 1."""
         config, search = self.plan.config, self.plan.config.method_settings[self.name].search
-        part = self.folder / f"layer-{layer}"
-        student = config.student.without_factorization(model=str(part / "distil" / "student"))
 
-        def trial(title: str, base: RunConfig, method: str, steps: int, name: str) -> Trial:
+        def trial(layer: int, title: str, base: RunConfig, method: str, steps: int, name: str) -> Trial:
             # The run's own warm-up may be longer than these few steps.
             warmup = min(config.train.warmup_steps, steps // 10)
             # One checkpoint and one validation, both after the last step.
             train = replace(
                 config.train, steps=steps, warmup_steps=warmup, save_every=steps, validate_every=steps, keep_best=None
             )
-            run = replace(base, method=method, also=[], train=train, output_dir=str(part / name), resume="auto")
+            folder = str(self.folder / f"layer-{layer}" / name)
+            run = replace(base, method=method, also=[], train=train, output_dir=folder, resume="auto")
             return LayerTrial(f"{title} of layer {layer}", {"teacher_layer": layer}, config.seed, run)
 
-        relations = config.with_settings(self.name, teacher_layer=layer)
-        return (
-            trial("relations", relations, self.name, search.steps, "distil"),
-            trial("probe", replace(config, student=student), "sft", search.probe_steps, "probe"),
-        )
+        relations, probes = list[Trial](), list[Trial]()
+        num_layers = shape_of(self.plan.models.teacher).num_layers
+        for index in parse_layers(search.layers, num_layers, key=f"{self.name}.search.layers"):
+            layer = index + 1
+            of_layer = config.with_settings(self.name, teacher_layer=layer)
+            relations.append(trial(layer, "relations", of_layer, self.name, search.steps, "distil"))
+            made = str(self.folder / f"layer-{layer}" / "distil" / "student")
+            of_probe = replace(config, student=config.student.without_factorization(model=made))
+            probes.append(trial(layer, "probe", of_probe, "sft", search.probe_steps, "probe"))
+        # A probe can be planned only when the relations are learned, because that trial writes the probe's student.
+        runner = InProcess(lambda config: run(make_plan(config, self.plan.teacher_plan)))
+        for kind, trials in (("relations", relations), ("probes", probes)):
+            outcome = self.run([PlannedRow(key=kind, trials=trials)], runner)[kind]
+            for result in outcome.failed:
+                raise UserError(
+                    f"the search for the teacher's layer failed at the {result.trial.title}: {result.error}"
+                )
+        return on_main(lambda: self._report(outcome))
 
     def _report(self, probes: Outcome) -> int:
         """Write, plot and print the scores of all layers, and return the chosen layer."""

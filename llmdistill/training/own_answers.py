@@ -294,26 +294,27 @@ class RolloutServer:
             "return_token_ids": True,
         }
         what, remedy = f"a prompt of {len(prompt.ids)} tokens", "serve the untrained student of this run"
-        return self._server.complete(body, self._parse_answer, what=what, remedy=remedy)
 
-    def _parse_answer(self, answer: Any) -> WrittenAnswer:
-        try:
-            choice = answer["choices"][0]
-            ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            written = WrittenAnswer([int(token) for token in ids], [float(value) for value in log_probs])
-        except (KeyError, IndexError, TypeError, ValueError):
-            written = WrittenAnswer([], [])
-        if not 0 < len(written.ids) == len(written.log_probs) <= self._longest:
-            raise UserError(
-                f"{self._server.name}: it does not give the 1 to {self._longest} tokens of an answer with the "
-                "log-probability of each (return_token_ids and logprobs, as vLLM does): take a server that does"
-            )
-        if not 0 <= min(written.ids) <= max(written.ids) < self._vocabulary:
-            raise UserError(
-                f"{self._server.name}: it names the token {max(written.ids)}, and the student has {self._vocabulary}: "
-                "serve the untrained student of this run"
-            )
-        return written
+        def parse(answer: Any) -> WrittenAnswer:
+            try:
+                choice = answer["choices"][0]
+                ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+                written = WrittenAnswer([int(token) for token in ids], [float(value) for value in log_probs])
+            except (KeyError, IndexError, TypeError, ValueError):
+                written = WrittenAnswer([], [])
+            if not 0 < len(written.ids) == len(written.log_probs) <= self._longest:
+                raise UserError(
+                    f"{self._server.name}: it does not give the 1 to {self._longest} tokens of an answer with the "
+                    "log-probability of each (return_token_ids and logprobs, as vLLM does): take a server that does"
+                )
+            if not 0 <= min(written.ids) <= max(written.ids) < self._vocabulary:
+                raise UserError(
+                    f"{self._server.name}: it names the token {max(written.ids)}, and the student has "
+                    f"{self._vocabulary}: {remedy}"
+                )
+            return written
+
+        return self._server.complete(body, parse, what=what, remedy=remedy)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +16,6 @@ from llmdistill.config.command_line import parse_run
 from llmdistill.errors import Stopped, UserError
 from llmdistill.methods import METHODS
 from llmdistill.runtime import signals
-from llmdistill.studies import launcher as module
 from llmdistill.studies.launcher import InProcess, Launcher
 from llmdistill.studies.trials import Progress, Trial, last_line, make_trial
 from llmdistill.training.run_folder import claim_folder, scoring_settings
@@ -101,14 +101,14 @@ def test_an_interrupted_study_leaves_no_process_behind(scripted, trials):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
     started = []
-    real = module._start
+    real = Launcher._start
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_start", lambda *given: started.append(real(*given)) or started[-1])
+        patch.setattr(Launcher, "_start", lambda *given: started.append(real(*given)) or started[-1])
         threading.Thread(target=terminate, daemon=True).start()
         with signals.handling(), pytest.raises(Stopped):
             launcher.run(trials)
     assert len(started) == 3
-    assert all(process.returncode is not None for process in started)
+    assert all(run.process.returncode is not None for run in started)
     assert not any((trial.folder / "ended").exists() for trial in trials)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -152,7 +152,7 @@ class Alone(Trial):
 def test_what_has_launchers_of_its_own_gets_none(monkeypatch, trials):
     commands = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(module, "_start", lambda command, *_: commands.append(command))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
     for trial in (trials[0], Alone("alone", {}, 0, trials[0].config)):
         Launcher(("--num_gpus", "2"))._start(trial, ("--num_gpus", "2"))
     (under_launcher, alone), file = commands, str(trials[0].recipe)
