@@ -38,7 +38,7 @@ _CALL = "call"
 _ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai"),
     "tool": ("tool", "observation", "function", "tool_response", "function_response", "ipython"),
     _CALL: ("function_call", "tool_call"),
 }
@@ -129,6 +129,7 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
     role, content = (
         fields.pop(key, fields.pop(other, None)) for key, other in (("role", "from"), ("content", "value"))
     )
+    role = role.strip().lower() if isinstance(role, str) else role
     if not isinstance(role, str) or role not in _ROLE_OF:
         raise UserError(
             f"{where} has the role {excerpt(role)}; the roles are system, user (human), assistant (gpt), tool "

@@ -69,10 +69,20 @@ def content_sha256(path: Path) -> str:
         raise read_error(path, "UTF-8 text", error) from error
 
 
+_NOT_TEXT = {
+    **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z"), "is compressed; unpack it"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "is a spreadsheet; save it as CSV"),
+    **dict.fromkeys((".arrow", ".feather"), "is an Arrow file; give the folder that datasets saved, or write Parquet"),
+}
+"""Endings of files that people give as data and that are not read, with the remedy."""
+
+
 def read_error(path: Path, kind: str, error: Exception) -> UserError:
     """Return the error for a file that is not readable as text or as a table; it names the first line not in UTF-8."""
     if not isinstance(error, UnicodeDecodeError) or not path.is_file():
         return UserError(f"{path}: cannot be read as {kind} ({first_line(error)}); give a readable file")
+    if (remedy := _NOT_TEXT.get(path.suffix.lower())) is not None:
+        return UserError(f"{path} {remedy}")
     where = ""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -139,7 +149,11 @@ def _read_csv(path: Path) -> Rows:
     # The limit is the whole process's, and other code may have raised it.
     csv.field_size_limit(max(csv.field_size_limit(), MOST_BYTES))
     # The csv module needs the line ends as they are, because a quoted cell may hold them.
-    reader = csv.reader(text_lines(path, newline=""), strict=True)
+    lines = text_lines(path, newline="")
+    header = next(lines, "")
+    # Excel writes semicolons wherever numbers have a decimal comma. A name of a column has none of these.
+    separator = "," if "," in header else max(",;\t", key=header.count)
+    reader = csv.reader(chain([header], lines), delimiter=separator, strict=True)
 
     def records() -> Iterator[tuple[list[str], int]]:
         while True:

@@ -1,4 +1,5 @@
 import csv
+import gzip
 import io
 import json
 import tracemalloc
@@ -39,7 +40,7 @@ TABLE = pd.DataFrame(
 
 class TestTablesOfText:
     @pytest.mark.parametrize("index", [True, False])
-    @pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
+    @pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("csv", ";"), ("csv", "\t"), ("tsv", "\t")])
     @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
     def test_a_table_of_pandas(self, tmp_path, ending, separator, index, encoding):
         path = tmp_path / f"a.{ending}"
@@ -82,11 +83,24 @@ class TestTablesOfText:
         path.write_text(text.replace(",", comma), encoding="utf-8")
         refuses(said, read_examples, path)
 
+    def test_a_semicolon_in_the_name_of_a_column_separates_nothing(self, tmp_path):
+        (tmp_path / "a.csv").write_text("instruction,output,a;b;c\nx;y,z,w\n", encoding="utf-8")
+        assert read(tmp_path / "a.csv") == [{"instruction": "x;y", "output": "z", "a;b;c": "w"}]
+
     def test_a_quote_in_a_tsv_that_is_not_quoted(self, tmp_path):
         path = tmp_path / "a.tsv"
         path.write_text('a\tb\n"x\ty\n\nz\t"w" v\nq\t"open\n\n"\t""\n"r"\ts\n', encoding="utf-8")
         found = [tuple(row.values()) for row in read(path)]
         assert found == [('"x', "y"), ("z", '"w" v'), ("q", '"open'), ('"', '""'), ('"r"', "s")]
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"), [("gz", "is compressed"), ("xlsx", "is a spreadsheet"), ("arrow", "is an")]
+)
+def test_a_file_that_is_no_text_is_named_with_its_remedy(tmp_path, ending, said):
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(gzip.compress(b'{"instruction": "a", "output": "b"}\n'))
+    refuses(f"{path} {said}", read_examples, path)
 
 
 class TestWhatIsTooLarge:

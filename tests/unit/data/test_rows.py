@@ -35,6 +35,7 @@ RAW = Example("", "", ("Hello.",), raw_prompt="Hi.")
         ({"messages": [SYSTEM, USER, ANSWER]}, CHAT),
         ({"messages": [SYSTEM, USER, ANSWER], "prompt": "Hi."}, CHAT),
         ({"messages": [SYSTEM, USER, ANSWER, USER]}, CHAT),
+        ({"messages": [SYSTEM, {**USER, "role": "User"}, {**ANSWER, "role": "AI"}]}, CHAT),
         ({"conversations": SHARED}, CHAT),
         ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, CHAT),
         ({"prompt": [SYSTEM, USER], "completion": "Hello."}, CHAT),
