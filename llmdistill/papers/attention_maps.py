@@ -51,7 +51,7 @@ def attention_maps(model: PreTrainedModel, items: Sequence[EncodedPair], *, laye
     with scoring_forward(model, {"query": frozenset({layer}), "key": frozenset({layer})}) as forward:
         for item in items:
             # One text alone has no padding, so that any id will do.
-            taps = forward(collate_pairs([item], pad_token_id=0).to(model.device)).taps
+            taps = forward(collate_pairs([item], pad_token_id=0)).taps
             query_HTD = taps.query[layer][0].double()
             key_HTD = repeat_heads(taps.key[layer], len(query_HTD))[0].double()  # heads of a group share a key
             scores_HTT = query_HTD @ key_HTD.transpose(1, 2) * taps.scaling[layer]

@@ -94,7 +94,7 @@ def end_vectors(
     batches = scoring_batches([items[index] for index in needed], collate, batch_size=batch_size)
     with scoring_forward(model, {"hidden": frozenset(layers)}) as forward:
         for rows, batch in progress(batches, "Scoring", "batches"):
-            hidden = forward(batch.to(model.device)).taps.hidden
+            hidden = forward(batch).taps.hidden
             spans = [(row, number) for row, place in enumerate(rows) for number in spans_of[needed[place]]]
             row_N = torch.tensor([row for row, _ in spans], device=model.device)
             numbers = [number for _, number in spans]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.internals.torch_names import is_view
+from llmdistill.models.families import is_causal
 from llmdistill.progress import Activity
 
 
@@ -250,7 +251,7 @@ def run_passes(
                 batch = batches[number % len(batches)]
                 # A batch that is repeated for the sake of the other ranks counts nothing.
                 sums.count((batch.attention_mask != 0) & (number < len(batches)))
-                step(batch.to(model.device))
+                step(batch.with_positions(shift=is_causal(model.config)).to(model.device))
                 sums.finish()
                 activity.advance()
                 passes.after(sums, number + 1, total)

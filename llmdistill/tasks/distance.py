@@ -104,13 +104,14 @@ def read_rows(model: PreTrainedModel, batches: Sequence[Batch], name: str) -> li
     seen, left = list[ModelRows](), 2**28  # numbers of logits: 1 GiB, for models whose logits are more than a product
     with tapped_output(model) as tapped:
         for batch in progress(batches, f"Reading held-out rows with the {name}", "batches"):
-            head, _, _ = judged_rows(tapped, batch.to(model.device))
+            head, _, _ = judged_rows(tapped, batch.with_positions(shift=tapped.shift).to(model.device))
             # The label that each real token predicts; IGNORE_INDEX where none is learned, as in prompts.
             next_BT = torch.full_like(batch.labels, IGNORE_INDEX)
             next_BT[:, :-1] = batch.labels[:, 1:]
             labels_N = next_BT[batch.attention_mask != 0].cpu()
             known_N = labels_N != IGNORE_INDEX
-            rows_NK = head.rows[known_N.to(head.rows.device)]
+            places_N = known_N.nonzero()[:, 0]  # of a mask on a GPU the host would wait for their number
+            rows_NK = head.rows.index_select(0, places_N.to(head.rows.device))
             if head.weight is None:
                 rows_NK = rows_NK[: left // rows_NK.shape[1]]
                 left -= rows_NK.numel()

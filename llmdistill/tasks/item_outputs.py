@@ -28,10 +28,14 @@ Value = TypeVar("Value")
 def scoring_forward(
     model: PreTrainedModel, taps: TapRequest | None = None, *, pooling: Pooling | None = None
 ) -> Iterator[Forward]:
-    """Yield the forward pass of a model in evaluation mode; `pooling` makes embeddings of its hidden states."""
+    """Yield the forward pass of a model in evaluation mode, for batches on the CPU.
+
+    `pooling` makes embeddings of its hidden states.
+    """
     tapped = TappedModel(model, Recorder(model, taps or {}), pooling=pooling)
     try:
-        yield tapped
+        # The positions are found on the CPU: for a batch on a GPU the host would wait.
+        yield lambda batch: tapped(batch.with_positions(shift=tapped.shift).to(World.current().device))
     finally:
         tapped.remove()
 
@@ -54,7 +58,7 @@ def compute_values(
     batches = scoring_batches(items, collate, batch_size=batch_size, rank=world.rank, world_size=world.size)
     own_values: list[tuple[int, Value]] = []
     for indices, batch in progress(batches, "Scoring", "batches"):
-        logits = forward(batch.to(world.device)).sequence_logits
+        logits = forward(batch).sequence_logits
         assert logits is not None, "the model has no head for sequences"
         if indices:  # a batch that only keeps the ranks in step has none
             own_values += zip(indices, read_values(logits, indices), strict=True)

@@ -66,7 +66,9 @@ def round_teacher(
     if (saved := bits_of(model.config)) is not None:
         raise UserError(f"{key} is {bits}, but this teacher has {saved} weights already: leave it out")
     tapped = TappedModel(model, Recorder(model, {}))
-    batch = None if first_batch is None or not tapped.has_lm_head else first_batch().to(World.current().device)
+    batch = None
+    if first_batch is not None and tapped.has_lm_head:
+        batch = first_batch().with_positions(shift=tapped.shift).to(World.current().device)
     before, exact = _weight_bytes(model), None if batch is None else _predict(tapped, batch)
     if bits == "fp8":
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_

@@ -250,7 +250,7 @@ def nearest_rotation(
     student = untrained().to(world.device) if world.is_main else None  # type: ignore[arg-type]
     product: Tensor | float = 0.0
     for start in progress(range(0, len(chosen), _SENTENCES_A_BATCH), "Matching embeddings", "batches"):
-        batch = collate(chosen[start : start + _SENTENCES_A_BATCH]).to(world.device)
+        batch = collate(chosen[start : start + _SENTENCES_A_BATCH]).with_positions(shift=method.shift).to(world.device)
         # (B, width of the teacher); below, ours are (B, width of the student).
         theirs = teacher.compute_targets(batch, lm_head=()).sequence_logits
         assert theirs is not None, "the teacher gives no embeddings"

@@ -109,7 +109,7 @@ def layer_features(
     batches = scoring_batches(items, partial(collate_pairs, pad_token_id=pad_token_id), batch_size=_BATCH_SIZE)
     with scoring_forward(model, {aspect: frozenset({layer - 1})}) as forward:
         for indices, batch in progress(batches, "Features", "batches"):
-            features_BTW = getattr(forward(batch.to(model.device)).taps, aspect)[layer - 1]
+            features_BTW = getattr(forward(batch).taps, aspect)[layer - 1]
             # The last token: `collate_pairs` pads on the right.
             token_B = batch.attention_mask.sum(1) - 1 if is_causal(model.config) else torch.zeros(len(indices)).long()
             chosen_BW = features_BTW[torch.arange(len(indices)), token_B.to(model.device)]

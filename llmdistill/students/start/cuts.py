@@ -193,7 +193,7 @@ def divergences(
     cuts, count = {name: weighted.at(model.device) for name, weighted in cuts.items()}, 0
     with tapped_output(model) as tapped:
         for batch in progress(batches, "Held-out check", "batches"):
-            moved = batch.to(model.device)
+            moved = batch.with_positions(shift=tapped.shift).to(model.device)
             dense, classes, _ = judged_rows(tapped, moved)
             count += len(dense.rows)
             for name, weighted in cuts.items():

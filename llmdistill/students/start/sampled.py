@@ -22,7 +22,7 @@ from llmdistill.internals.torch_names import version_of
 from llmdistill.models.families import has_family, layers_of
 from llmdistill.runtime.devices import give_back_memory
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.passes import HookSums, OddReadError, Passes, run_passes, split_batches
+from llmdistill.step.passes import HookSums, OddReadError, Passes, each_holds, run_passes, split_batches
 from llmdistill.step.taps import Recorder
 from llmdistill.students.counting import count_parameters, layer_linears
 
@@ -102,7 +102,7 @@ def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequenc
     handles = [model.get_submodule(name).register_forward_pre_hook(partial(record_input, name)) for name in names]
     try:
         with tapped_output(model) as tapped:
-            tapped(probe.to(model.device))
+            tapped(probe.with_positions(shift=tapped.shift).to(model.device))
     finally:
         for handle in handles:
             handle.remove()
@@ -112,7 +112,7 @@ def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequenc
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, keys in calls.items():
         groups.setdefault(tuple(keys), []).append(name)
-    is_in_order = True
+    is_in_order, are_equal = True, list[Tensor]()
     for _, tensor, _ in read:
         # It has the rows of the three sequences one after the other, of which the first and the last are equal, up to
         # rounding.
@@ -120,7 +120,8 @@ def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequenc
         is_in_order &= [size for size in axes if size > 1] in ([3, length], [3 * length])
         if is_in_order:
             first, other, same = tensor.reshape(3, -1).float()
-            is_in_order = bool((first - same).norm() < (first - other).norm() / 10)
+            are_equal.append((first - same).norm() < (first - other).norm() / 10)
+    is_in_order = is_in_order and all(each_holds(are_equal))
     return Reads(
         [*groups.values(), *([name] for name in names if name not in calls)],
         is_in_order,
@@ -288,6 +289,7 @@ def judged_rows(tapped: TappedModel, batch: Batch) -> tuple[HeadInputs, bool, bo
     has a row for each, side by side.
     """
     model, returned = tapped.model, list[Tensor]()
+    batch = batch.with_positions(shift=tapped.shift)
     has_head = model.base_model is not model
     handle = model.register_forward_hook(lambda *call: None if has_head else returned.append(call[-1][0]))
     try:
@@ -300,7 +302,8 @@ def judged_rows(tapped: TappedModel, batch: Batch) -> tuple[HeadInputs, bool, bo
         rows_NK = outputs.sequence_logits.float().flatten(0, -2)
         return HeadInputs(rows_NK, None, None), outputs.sequence_logits.shape[-1] > 1, False
     (hidden_BTW,) = outputs.taps.hidden.values() or returned
-    return HeadInputs(hidden_BTW[batch.attention_mask != 0].float(), None, None), False, True
+    rows_NW = hidden_BTW.flatten(0, 1).index_select(0, batch.flat_positions("tokens"))
+    return HeadInputs(rows_NW.float(), None, None), False, True
 
 
 def _make_sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Callable[[Tensor], object]) -> Tensor:
@@ -308,11 +311,14 @@ def _make_sampled_loss(tapped: TappedModel, batch: Batch, seed: int, seen: Calla
 
     `seen` gets the probabilities (n, V), some rows at a time, if each row has classes.
     """
+    batch = batch.with_positions(shift=tapped.shift)
 
     def loss(head: HeadInputs, classes: bool = True, tokens: bool = True) -> Tensor:
         chances_BTK = draw_uniform(batch, 1 if classes else head.rows.shape[1], seed)
         per_sequence = len(head.rows) // len(chances_BTK)  # the distributions of a sequence: two for a span
-        chances_NK = chances_BTK[batch.attention_mask != 0] if tokens else chances_BTK[:, :per_sequence].flatten(0, 1)
+        chances_NK = (chances_BTK if tokens else chances_BTK[:, :per_sequence]).flatten(0, 1)
+        if tokens:
+            chances_NK = chances_NK.index_select(0, batch.flat_positions("tokens"))
         if not torch.is_grad_enabled():
             return head.rows
         if classes:

@@ -204,7 +204,7 @@ def _run_teacher(
     `tell` prints what rounding changes.
     """
     batch = job.batch(shard[min(number, len(shard) - 1)])
-    moved = batch.to(World.current().device)
+    moved = batch.with_positions(shift=teacher.shift).to(World.current().device)
     with torch.no_grad():
         outputs = teacher.compute_targets(moved, lm_head=job.request.positions)
         head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
