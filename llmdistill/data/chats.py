@@ -27,6 +27,7 @@ from llmdistill.models.chat_templates import (
     ANSWER,
     OTHER_ANSWER,
     QUESTION,
+    REASONING_KEYS,
     Frame,
     Message,
     as_the_template_reads,
@@ -110,6 +111,11 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
     learned = [place for place in older if example.messages[place].is_learned] if turns == "all" else []
     if not chat.frame.writes_answers:  # the caller refuses an answer that is not learned
         return chat.finish([], [last], is_marked=False, has_end=True)
+    if any(key in answer.fields for key in REASONING_KEYS) and not chat.frame.reasoning_key:
+        _warn_once(
+            "the tokenizer's chat template leaves out the reasoning of answers, so that it is not learned; a template "
+            "that writes it can be given in tokenizer_config.json"
+        )
     if chat.is_marked:
         # The marks say what is learned, within the answers that are to be.
         parts = [(0, len(chat.text))] if learned == older else [chat.find_region(place) for place in [*learned, last]]

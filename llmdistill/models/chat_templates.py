@@ -24,6 +24,12 @@ Message = dict[str, Any]
 
 QUESTION, ANSWER, OTHER_ANSWER, _REASONING = "xq7", "yr8", "zs9", "wp6"
 """Made-up texts, which begin and end differently, so that a comparison ends where a text does."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that may hold the reasoning of an answer."""
+_MADE_UP_TOOL = {
+    "type": "function",
+    "function": {"name": ANSWER, "description": OTHER_ANSWER, "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @dataclass(frozen=True)
@@ -177,11 +183,9 @@ def num_calls_written(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, 
 @cached_by(lambda tokenizer, options: (tokenizer, _template_text(tokenizer), json.dumps(options, default=str)), most=64)
 def writes_tools(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> bool:
     """Return whether the template writes the definition of a made-up tool; False if it refuses this one."""
-    schema = {"type": "object", "properties": {}}
-    tool = {"type": "function", "function": {"name": ANSWER, "description": OTHER_ANSWER, "parameters": schema}}
     with suppress(Exception):  # a template can raise anything
         return ANSWER in render(
-            tokenizer, [{"role": "user", "content": QUESTION}], {**options, "tools": [tool]}, asks=True
+            tokenizer, [{"role": "user", "content": QUESTION}], {**options, "tools": [_MADE_UP_TOOL]}, asks=True
         )
     return False
 
@@ -208,8 +212,13 @@ def frame_of(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | No
     try:
         with_prompt, without_prompt = (render_chat(QUESTION, asks=asks) for asks in (True, False))
         answered, other = render_chat(QUESTION, ANSWER), render_chat(QUESTION, OTHER_ANSWER)
-    except Exception:  # rendering a real chat reports it
-        return Frame()
+    except Exception:
+        # A template may be for chats with tools alone (Hermes 2 Pro); otherwise rendering a real chat reports it.
+        return (
+            Frame()
+            if "tools" in (options or {})
+            else frame_of(tokenizer, {**(options or {}), "tools": [_MADE_UP_TOOL]})
+        )
     header, before = "", answered[: shared_length(answered, other)]
     if with_prompt == without_prompt and before.startswith(without_prompt):
         # A space at its end would be a token of its own in a prompt, but most tokenizers merge it into the first token
@@ -264,7 +273,7 @@ def frame_of(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | No
 
 def _find_reasoning(prompt: str, render_answer: Callable[..., str]) -> dict[str, Any]:
     """Find how a template writes the reasoning of an answer; `render_answer` takes further keys of its message."""
-    for key in ("reasoning_content", "thinking", "reasoning"):
+    for key in REASONING_KEYS:
         try:
             text = render_answer(**{key: _REASONING})
         except Exception:

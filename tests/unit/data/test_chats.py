@@ -405,6 +405,21 @@ def test_marks_of_the_template_for_tools_are_those_of_a_chat_with_tools():
         assert parts_of(tokenizer, item) == ["The Rhine." + end, "<b>Elbe</b>." + end]
 
 
+def test_answers_end_where_they_do_with_a_template_for_chats_with_tools_alone():
+    tokenizer = chatting("{{ tools[0].function.name }}\n" + TEMPLATES["end_behind"])
+    example = replace(CHATS["twice"], tools=({"type": "function", "function": {"name": "river"}},))
+    [item] = encode([example], tokenizer, LONG).items
+    assert parts_of(tokenizer, item) == ["The Rhine." + END, "<b>Elbe</b>." + END]
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("chatml", True), ("closed", False)])
+def test_reasoning_that_a_template_leaves_out_is_said_once(name, is_said, capsys):
+    chats._warn_once.cache_clear()
+    encode([CHATS["thinking"], CHATS["plain"], CHATS["thinking"]], chatting(TEMPLATES[name]), LONG)
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert said.count("leaves out the reasoning of answers") == is_said
+
+
 def test_a_turn_without_its_usual_end_gets_one_and_another_end_is_enough():
     """The answer is cut off, or is a call with an end of its own."""
     template = CHATML.replace("<|im_end|>", "{{ m.end | default('<|im_end|>') }}").replace("}}\n", "}}")
