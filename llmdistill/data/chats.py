@@ -138,6 +138,19 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
     return chat.finish([*parts, (begin, end)], [*learned, last], is_marked=False, has_end=has_end)
 
 
+def check_end_is_marked(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> None:
+    """Warn once if the marks of a template leave out the end of the turn, of whose last answer these are the tokens."""
+    last = frame_of(tokenizer).last.strip()
+    # A call of a tool may have an end of its own, which is a token too.
+    if not any(token in tokenizer.added_tokens_decoder for token in ids) and not (
+        last and tokenizer.decode(ids).rstrip().endswith(last)
+    ):
+        _warn_once(
+            "the {% generation %} marks of the chat template leave out the end of an answer, so that a student does "
+            "not learn to stop; move {% endgeneration %} behind the token that ends a turn"
+        )
+
+
 @dataclass
 class _Chat:
     """A chat that ends with an answer, and how the template renders parts of it."""

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from llmdistill.config import DataConfig, ResponseConfig
-from llmdistill.data.chats import Turns, render_answered, source_prefix
+from llmdistill.data.chats import Turns, check_end_is_marked, render_answered, source_prefix
 from llmdistill.data.collate import Encoded, sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.prompts import (
@@ -250,6 +250,8 @@ def _encode_chats(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBas
             # The marks cover all answers, also those that are not to be learned.
             is_learned = [bool(mark) and token in within for token, mark in enumerate(marked["assistant_masks"])]
             learned = np.flatnonzero(np.diff([False, *is_learned, False])).tolist()  # begin, end, begin, end, ...
+            if learned:
+                check_end_is_marked(tokenizer, places.ids[learned[-2] : learned[-1]])
         else:
             learned = []
             for number, (begin, end) in enumerate(parts, start=1):

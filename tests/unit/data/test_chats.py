@@ -420,6 +420,18 @@ def test_reasoning_that_a_template_leaves_out_is_said_once(name, is_said, capsys
     assert said.count("leaves out the reasoning of answers") == is_said
 
 
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_an_end_that_the_marks_leave_out_is_said_once(is_marked, capsys):
+    chats._warn_once.cache_clear()
+    end = "<|im_end|>\n{% endgeneration %}"
+    unmarked = TEMPLATES["marked"].replace(end, "{% endgeneration %}<|im_end|>\n")
+    tokenizer = chatting(TEMPLATES["marked"] if is_marked else unmarked)
+    items = encode([CHATS["plain"], CHATS["twice"]], tokenizer, LONG).items
+    assert parts_of(tokenizer, items[0]) == ["The Rhine." + (END + "\n" if is_marked else "")]
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert said.count("does not learn to stop") == (not is_marked)
+
+
 def test_a_turn_without_its_usual_end_gets_one_and_another_end_is_enough():
     """The answer is cut off, or is a call with an end of its own."""
     template = CHATML.replace("<|im_end|>", "{{ m.end | default('<|im_end|>') }}").replace("}}\n", "}}")
