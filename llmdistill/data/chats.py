@@ -143,7 +143,7 @@ def check_end_is_marked(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> N
     last = frame_of(tokenizer).last.strip()
     # A call of a tool may have an end of its own, which is a token too.
     if not any(token in tokenizer.added_tokens_decoder for token in ids) and not (
-        last and tokenizer.decode(ids).rstrip().endswith(last)
+        last and str(tokenizer.decode(ids)).rstrip().endswith(last)
     ):
         _warn_once(
             "the {% generation %} marks of the chat template leave out the end of an answer, so that a student does "
