@@ -31,6 +31,7 @@ _ASKS = {
     "problem": ("solution", "answer", "response"),
 }
 """The keys of an instruction, each with the keys of its answer, the first ones first."""
+_ANSWERS = tuple(dict.fromkeys(key for keys in _ASKS.values() for key in keys))
 _CHATS = ("messages", "conversations", "conversation")
 _COMPLETIONS = ("completion", "response", "output", "chosen")
 _SYSTEMS = ("system", "system_prompt", "system_message")
@@ -144,6 +145,11 @@ def parse_row(
                 )
         if not is_learned(row, source):
             raise LeftOut(source, "its weight is 0")
+    if left_out is not None and not (example.messages and not example.chat_key):
+        present = [key for key in _ANSWERS if key in row]
+        for key in present if len(present) > 1 else ():
+            if row[key] and row[key] not in (list(example.outputs), *example.outputs):
+                left_out[f"{key} of {{}} rows (another answer of the row is learned)"] += 1
     if left_out is not None and not is_plain:
         for key, why in _NOT_READ.items():
             if key in row:

@@ -387,6 +387,23 @@ class TestKeysThatChangeARow:
     def test_what_is_not_read_is_refused(self, row, said):
         refuses(said, learned, row)
 
+    @pytest.mark.parametrize(
+        ("row", "learned_key", "other"),
+        [
+            ({"question": "2+2?", "answer": "4", "response": "Two and two is 4."}, "answer", "response"),
+            ({"problem": "2+2?", "solution": "Add. 4", "answer": "4"}, "solution", "answer"),
+            ({"prompt": "2+2?", "completion": "4", "output": "5"}, "completion", "output"),
+            ({"instruction": "2+2?", "output": "4", "response": "4"}, "output", None),
+            ({"messages": [USER, ANSWER], "answer": "4"}, None, None),
+        ],
+    )
+    def test_another_answer_of_a_row_is_counted(self, row, learned_key, other):
+        left_out = Counter[str]()
+        example = parse_row(row, "x:1", left_out=left_out)
+        assert example.outputs == (row[learned_key] if learned_key else "Hello.",)
+        said = f" Left out: {other} of 1 rows (another answer of the row is learned)."
+        assert describe_left_out(left_out) == (said if other else "")
+
     def test_rows_that_are_left_out_are_counted(self):
         rows = [
             PAIR,
