@@ -25,6 +25,12 @@ def check_weight_files(folder: Path) -> None:
 
     transformers would unpickle a file with another ending that an index names, and open one in another folder.
     """
+    pickled = sorted(file.name for pattern in ("pytorch_model*.bin", "*.pth") for file in folder.glob(pattern))
+    if pickled and not any(folder.glob(f"*{SUFFIX}")):
+        raise UserError(
+            f"{folder}: its weights are pickled ({pickled[0]}), and a pickle may run code, so none is read; where you "
+            "trust it, from_pretrained and save_pretrained of transformers write it as safetensors"
+        )
     for file in sorted(folder.glob(f"*{SUFFIX}")):
         if is_outside(folder, file.name):
             raise UserError(f"{file}: it is a link that leads out of the model's folder: put the file itself there")
