@@ -241,9 +241,11 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        # The loader pins its batches, so the copies run beside the host's work.
+        # The loader pins its batches, so the copies to a GPU run beside the host's work. What comes back from a GPU is
+        # read at once, and must have arrived.
+        beside = getattr(device, "type", device) != "cpu"
         movable = {name: value for name, value in values.items() if hasattr(value, "to")}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in movable.items()})
+        return replace(self, **{name: value.to(device, non_blocking=beside) for name, value in movable.items()})
 
 
 class Loader(Protocol):

@@ -43,19 +43,26 @@ from llmdistill.batch import Batch  # noqa: E402
 from llmdistill.config import FactorizeConfig  # noqa: E402
 from llmdistill.embedded import locate  # noqa: E402
 from llmdistill.generation.decode import Decoding, generate_passes  # noqa: E402
+from llmdistill.methods import build_method  # noqa: E402
+from llmdistill.methods.kd import KdConfig  # noqa: E402
+from llmdistill.objective import TOKENS  # noqa: E402
 from llmdistill.runtime.distributed import World  # noqa: E402
+from llmdistill.step.tap_models import tap_student, tap_teacher  # noqa: E402
 from llmdistill.students.start import sampled  # noqa: E402
 from llmdistill.students.start.cuts import divergences, predict_losses  # noqa: E402
 from llmdistill.students.start.moments import measure_moments  # noqa: E402
 from llmdistill.students.start.weighted import WeightedFactors, weighted_svd  # noqa: E402
 from llmdistill.tasks.distance import Distance, compare_rows, read_rows  # noqa: E402
 from llmdistill.teachers.few_bits import round_teacher  # noqa: E402
+from llmdistill.teachers.several import TeachersOfRows  # noqa: E402
 
 GPU = torch.device("simgpu:0")
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
 ASKS = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select}
 """Operations whose result, or its size, the host must know."""
+
+INDEXED = {aten.index, aten.index_put, aten.index_put_}
 
 waits: Counter[str] = Counter()
 """How often the host would have waited, by the lines of this package that ask."""
@@ -115,14 +122,14 @@ def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     packet = func.overloadpacket
     if on_gpu and func not in COPIES:
         # A number on the CPU is passed with the launch, and indices are copied.
-        others = [args[0]] if packet is aten.index else tensors
+        others = tensors if packet not in INDEXED else [args[0], *args[2:3]]
         for each in others:
             if not isinstance(each, OnGpu) and each.dim() > 0:
                 raise RuntimeError(f"{func}: tensors are on {GPU} and {each.device}")
+    if on_gpu and func is aten._to_copy.default and not to_gpu and kwargs.get("non_blocking"):
+        raise RuntimeError("a copy from the GPU that nobody waits for: what is read may not have arrived yet")
     masks = (
-        [each for each in args[1] or () if each is not None and each.dtype == torch.bool]
-        if packet is aten.index
-        else ()
+        [each for each in args[1] or () if each is not None and each.dtype == torch.bool] if packet in INDEXED else ()
     )
     if on_gpu and (packet in ASKS or masks or (func is aten._to_copy.default and not to_gpu)):
         count_wait()
@@ -225,6 +232,21 @@ def embedded_teacher(device: torch.device) -> tuple[Any, Any]:
     return move(AutoModelForCausalLM.from_pretrained(folder).eval(), device), AutoTokenizer.from_pretrained(folder)
 
 
+def rows_of_two_teachers(device: torch.device, count: int) -> list[float]:
+    """The loss of KD where each row has its own teacher."""
+    teachers = {"": small_llama(device).eval(), "other": small_llama(device, rank=2).eval()}
+    student = small_llama(device, rank=4).train()
+    method = build_method(["kd"], {"kd": KdConfig()}, student.config, student.config, TOKENS)
+    tapped = {name: tap_teacher(method, model, forward=model) for name, model in teachers.items()}
+    both = TeachersOfRows(teachers=tapped, together=frozenset())
+    learner, losses = tap_student(method, student, forward=student), []
+    for batch in small_batches(count):
+        moved = replace(batch, teachers=("", "other")).with_positions(shift=True).to(device)
+        targets = both.compute_targets(moved, lm_head=("labels",))
+        losses.append(learner.compute_losses(moved, method.bind_terms(targets, moved, moved.divisors())).total.item())
+    return losses
+
+
 def answer(device: torch.device, count: int) -> list[str]:
     """Samples of the embedded teacher, in which rows take each other's places."""
     model, tokenizer = embedded_teacher(device)
@@ -265,6 +287,7 @@ WORK: dict[str, Callable[[torch.device, int], list[Any]]] = {
     "start": start,
     "kd": train("kd"),
     "makd": train("makd"),
+    "rows of two teachers": rows_of_two_teachers,
     "answer": answer,
     "compare": compare,
     "compress": compress,

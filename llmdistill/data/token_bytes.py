@@ -86,7 +86,14 @@ class TokenBytes:
 
     @cached_property
     def ends(self) -> tuple[int, int]:
-        """The end token, and the token that ends a turn of a chat; often they are the same."""
+        """The end token, and the token that ends a turn of a chat; often they are the same.
+
+        Raises:
+            UserError: the tokenizer has no end token.
+        """
+        if self.tokenizer.eos_token_id is None:
+            name = self.tokenizer.name_or_path or "the model"
+            raise UserError(f"the tokenizer of {name} has no end token; set eos_token in its tokenizer_config.json")
         return self.tokenizer.eos_token_id, end_of_turn(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:

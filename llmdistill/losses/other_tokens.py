@@ -189,7 +189,7 @@ def _compare_likelihoods(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm)
     rows_n = (teacher.pulls != 0).nonzero()[:, 0]
     # ∂log q_label/∂z = one-hot label - q
     derivative_nV = logits_NV[rows_n].softmax(-1).mul_(-teacher.pulls[rows_n, None])
-    derivative_nV[torch.arange(len(rows_n)), teacher.labels[rows_n]] += teacher.pulls[rows_n]
+    derivative_nV[torch.arange(len(rows_n), device=rows_n.device), teacher.labels[rows_n]] += teacher.pulls[rows_n]
     return rows_n, teacher.values.sum(), derivative_nV
 
 

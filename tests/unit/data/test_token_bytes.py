@@ -104,3 +104,10 @@ def test_of_tokens_of_the_same_bytes_that_is_shared_which_encoding_writes(bytes_
 def test_word_pieces_are_refused():
     with pytest.raises(UserError, match=r"tokens are no pieces of the text.*seqkd"):
         _ = TokenBytes(word_tokenizer(["[UNK]", "a"], marked=False)).pieces
+
+
+def test_a_tokenizer_without_an_end_token_is_refused():
+    tokenizer = byte_level(300)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="has no end token; set eos_token"):
+        _ = TokenBytes(tokenizer).ends
