@@ -22,13 +22,13 @@ from llmdistill.memo import cached_by
 
 Message = dict[str, Any]
 
-QUESTION, ANSWER, OTHER_ANSWER, _REASONING = "xq7", "yr8", "zs9", "wp6"
+QUESTION, ANSWER, OTHER_ANSWER, _REASONING, _TOOL = "xq7", "yr8", "zs9", "wp6", "vt5"
 """Made-up texts, which begin and end differently, so that a comparison ends where a text does."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold the reasoning of an answer."""
 _MADE_UP_TOOL = {
     "type": "function",
-    "function": {"name": ANSWER, "description": OTHER_ANSWER, "parameters": {"type": "object", "properties": {}}},
+    "function": {"name": _TOOL, "description": "us4", "parameters": {"type": "object", "properties": {}}},
 }
 
 
@@ -184,7 +184,7 @@ def num_calls_written(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, 
 def writes_tools(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> bool:
     """Return whether the template writes the definition of a made-up tool; False if it refuses this one."""
     with suppress(Exception):  # a template can raise anything
-        return ANSWER in render(
+        return _TOOL in render(
             tokenizer, [{"role": "user", "content": QUESTION}], {**options, "tools": [_MADE_UP_TOOL]}, asks=True
         )
     return False

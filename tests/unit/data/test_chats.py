@@ -406,7 +406,9 @@ def test_marks_of_the_template_for_tools_are_those_of_a_chat_with_tools():
 
 
 def test_answers_end_where_they_do_with_a_template_for_chats_with_tools_alone():
-    tokenizer = chatting("{{ tools[0].function.name }}\n" + TEMPLATES["end_behind"])
+    # Command R+ writes an instruction behind every answer.
+    behind = "{% if not add_generation_prompt %}<|note|>Use a tool.<|im_end|>{% endif %}"
+    tokenizer = chatting("{{ tools[0].function.name }}\n" + CHATML + behind)
     example = replace(CHATS["twice"], tools=({"type": "function", "function": {"name": "river"}},))
     [item] = encode([example], tokenizer, LONG).items
     assert parts_of(tokenizer, item) == ["The Rhine." + END, "<b>Elbe</b>." + END]
