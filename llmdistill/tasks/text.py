@@ -25,7 +25,7 @@ from llmdistill.data.sampler import SequenceLoader, Share
 from llmdistill.data.sources import Data, open_rows, write_rows
 from llmdistill.data.text import MixedSequences, TextSequence, TextSequences, validation_batches
 from llmdistill.errors import UserError
-from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments
+from llmdistill.models.families import FAMILIES, family_of, has_family, has_segments, max_positions
 from llmdistill.models.heads import CLASSES
 from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
@@ -326,11 +326,12 @@ def score_masked(
 ) -> dict[str, float]:
     """Return an encoder's mean cross-entropy in nats over all masked tokens, its exponential, and their number.
 
-    The text is split into sequences of up to max_length tokens.
+    The text is split into sequences of up to max_length tokens, or of as many as the model has positions.
 
     Raises:
         UserError: the text cannot be read or is too short.
     """
+    max_length = max_positions(model.config, max_length)
     sums, count = list[Tensor](), 0
     with tempfile.TemporaryDirectory() as folder, label_loss(model, shift=False) as loss_of:
         reference = data if isinstance(data, str | Path) else write_rows(data, Path(folder))

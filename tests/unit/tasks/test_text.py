@@ -9,8 +9,8 @@ import torch
 from byte_tokenizers import byte_level
 from hostile import refuses
 from tiny import tiny_model
-from transformers import BertConfig, BertForPreTraining, PreTrainedConfig, RobertaConfig
-from word_models import save_tokenizer
+from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, PreTrainedConfig, RobertaConfig
+from word_models import save_bert, save_tokenizer
 
 import llmdistill
 from llmdistill.batch import IGNORE_INDEX
@@ -216,3 +216,12 @@ def test_bad_settings_and_a_share_too_small_for_a_sequence(short, tmp_path):
         (("--data.text.fraction", "0"), "data.text.fraction is 0.0: give a share over 0 and up to 1"),
     ):
         refuses(said, short, *arguments)
+
+
+def test_an_encoder_is_scored_in_sequences_that_it_has_positions_for(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *TOKENS]
+    save_bert(tmp_path / "model", words, BertForMaskedLM, max_position_embeddings=16)
+    save_tokenizer(tmp_path / "model", words)
+    texts = [" ".join(TOKENS * 5)] * 2
+    usual = llmdistill.evaluate(tmp_path / "model", texts, kind="text")
+    assert usual == llmdistill.evaluate(tmp_path / "model", texts, kind="text", max_prompt_length=4, max_length=16)
