@@ -115,7 +115,7 @@ def read_jsonl(path: Path) -> Rows:
 
 
 def _read_json(path: Path) -> Rows:
-    """Read an array of rows, an object with one under "data", or JSONL with the ending .json."""
+    """Read an array of rows, an object with one under "data", columns as pandas writes them, or JSONL."""
     size = path.stat().st_size
     if size > _MOST_BYTES_OF_JSON:
         raise UserError(f"{path}: {byte_size(size)} of JSON, which is read as a whole; write it as JSONL, row by row")
@@ -129,7 +129,7 @@ def _read_json(path: Path) -> Rows:
             return
         where = f"{path}:{error.lineno}"
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}); write one array") from error
-    items = value.get("data") if isinstance(value, dict) else value
+    items = _join_columns(value) if isinstance(value, dict) else value
     if not isinstance(items, list):
         raise UserError(f'{path}: holds no array; give an array of objects, or an object with one under "data"')
     for number, item in enumerate(items, start=1):
@@ -139,6 +139,26 @@ def _read_json(path: Path) -> Rows:
         if size > MOST_BYTES and len(json.dumps(item, ensure_ascii=False).encode()) > MOST_BYTES:
             raise size_error(f"{path}: item {number}", "a row")
         yield item, f"{path}: item {number}"
+
+
+def _join_columns(value: dict[str, Any]) -> Any:
+    """Return the rows of an object: under "data", numbered, or in columns as pandas and a dict of lists have them."""
+    columns = list(value.values())
+    are_dicts = bool(columns) and all(isinstance(column, dict) for column in columns)
+    if "data" in value:
+        names, items = value.get("columns"), value["data"]
+        if isinstance(names, list) and isinstance(items, list):  # pandas' orient "split"
+            are_rows = all(isinstance(item, list) and len(item) == len(names) for item in items)
+            return [dict(zip(names, item, strict=True)) for item in items] if are_rows else items
+        return items
+    if are_dicts and all(map(str.isdecimal, value)):  # pandas' orient "index"
+        return columns
+    if are_dicts and all(column.keys() == columns[0].keys() for column in columns):  # pandas' to_json, by row in each
+        return [{name: column[label] for name, column in value.items()} for label in columns[0]]
+    # One list of objects may be a chat that somebody wrote as a whole file.
+    if len(columns) > 1 and all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        return [dict(zip(value, cells, strict=True)) for cells in zip(*columns, strict=True)]
+    return None
 
 
 def _read_csv(path: Path) -> Rows:

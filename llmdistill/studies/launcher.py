@@ -5,7 +5,6 @@ A failed trial does not stop the other trials, and an interrupted study leaves n
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import shlex
@@ -26,6 +25,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import write_text
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.runtime.launch import free_port
+from llmdistill.runtime.signals import end_with_parent
 from llmdistill.studies.trials import Progress, Result, Trial, ended_result, finished_result
 
 _POLL_SECONDS = 0.05
@@ -149,10 +149,6 @@ class Launcher:
             processes = self.trials_at_once * (self._num_gpus() or 1)
             more = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
 
-        def end_with_parent() -> None:  # when the study itself is killed
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
-
         began = time.perf_counter()
         trial.log.parent.mkdir(parents=True, exist_ok=True)
         with trial.log.open("w", encoding="utf-8") as output:
@@ -164,7 +160,7 @@ class Launcher:
                 env={**os.environ, **more},
                 # A group of its own: Ctrl-C reaches the study alone, which then ends launcher and ranks together.
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=end_with_parent,  # when the study itself is killed
             )
         return _Running(process, trial, slot, began)
 

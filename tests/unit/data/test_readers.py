@@ -186,3 +186,21 @@ def test_parquet_gives_each_object_its_own_keys_alone(tmp_path):
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == rows
+
+
+@pytest.mark.parametrize("orient", ["columns", "index", "split", "records", "table", "list"])
+def test_json_of_pandas_gives_its_rows(tmp_path, orient):
+    frame = pd.DataFrame({"prompt": ["a", "b", "ü"], "completion": ["x", None, "z"]}, index=[4, 7, 2], dtype=object)
+    file = tmp_path / "a.json"
+    if orient == "list":
+        file.write_text(json.dumps(frame.to_dict("list")))
+    else:
+        frame.to_json(file, orient=orient)
+    rows = [{name: row[name] for name in frame} for row in read(file)]
+    assert rows == frame.to_dict("records")
+
+
+def test_a_chat_as_a_whole_file_is_no_set_of_columns(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "a.json").write_text(json.dumps({"messages": turns}))
+    refuses("holds no array", read, tmp_path / "a.json")
