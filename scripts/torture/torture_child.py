@@ -38,7 +38,7 @@ MARKS = {
     "student": "llmdistill.training.assemble:save_student",
     "scoring": "llmdistill.training.job:load_model",
     "generating": "llmdistill.generation.response_file:append_batch",
-    "comparing": "llmdistill.studies.launcher:_start",
+    "comparing": "llmdistill.studies.launcher:Launcher._start",
     "exporting": "llmdistill.serving.dense:merge",
 }
 """The function whose calls begin each phase, where the phase looks it up."""
@@ -55,6 +55,16 @@ _PHASES = (
 )
 _ERRORS = {"full": errno.ENOSPC, "read-only": errno.EROFS, "failing": errno.EIO}
 """What a disk says; SafetensorError has only the text."""
+
+
+def find_mark(phase: str) -> tuple[Any, str]:
+    """Return the module or class that holds the function of a phase, and its name there."""
+    where, _, names = MARKS[phase].partition(":")
+    *owners, name = names.split(".")
+    owner: Any = importlib.import_module(where)
+    for each in owners:
+        owner = getattr(owner, each)
+    return owner, name
 
 
 @dataclass
@@ -97,9 +107,8 @@ class Torture:
         (self._folder / f"changes-{self.rank}.json").write_text(json.dumps(self._changes))
 
     def _arm_mark(self) -> None:
-        where, _, name = MARKS[self._fault.mark].partition(":")
-        module, calls = importlib.import_module(where), [0]
-        works: Callable[..., Any] = getattr(module, name)
+        (owner, name), calls = find_mark(self._fault.mark), [0]
+        works: Callable[..., Any] = getattr(owner, name)
 
         def marked(*given: Any, **named: Any) -> Any:
             calls[0] += 1
@@ -111,7 +120,7 @@ class Torture:
                 late.start()
             return works(*given, **named)
 
-        setattr(module, name, marked)
+        setattr(owner, name, marked)
 
     def _asked(self, works: Callable[..., Any]) -> Callable[..., Any]:
         """Stands before a function that changes a file and raises no audit event."""
