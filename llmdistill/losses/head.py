@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmdistill.batch import HeadInputs, LogitScale, OtherTokens, TeacherRows, TopK
-from llmdistill.losses.fused.head_chunk import chunk_losses
+from llmdistill.losses.fused.head_chunk import choose_chunk_losses
 from llmdistill.losses.other_tokens import SpanRows
 from llmdistill.losses.terms import BoundTokenTerms, TokenTerm
 
@@ -117,6 +117,7 @@ def token_losses(
         gradients = _Gradients.of(student, needs, exact)
         sums = torch.zeros_like(factors)
         buffer = head.rows.new_empty(2 * half, _vocabulary_size(head))
+        chunk_losses = choose_chunk_losses(buffer, teacher, bound, scales=scales, with_gradient=any(needs))
         for start in range(0, end, 2 * half or 1):  # a step of 0, for no rows, would be an error
             stop = min(start + 2 * half, end)
             chunk_rows = slice(min(start, num_rows), min(stop, num_rows))
@@ -125,9 +126,7 @@ def token_losses(
                 here = slice(first, min(first + half, stop))
                 of_teacher = None if teacher_at is None else teacher_at(here)
                 part_NV = outputs_NV[first - start : here.stop - start]
-                sums += chunk_losses(
-                    part_NV, of_teacher, labels_N[here], bound, scales=scales, with_gradient=any(needs)
-                )
+                sums += chunk_losses(part_NV, of_teacher, labels_N[here])
             gradients.add(head, outputs_NV, chunk_rows)  # chunk_losses has replaced the outputs by derivatives
         total = (sums * factors).sum()
     return TokenLosses(_KnownGradients.apply(total, gradients, unit, *student.tensors), sums)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmdistill.batch import LogitScale, TopK
+from llmdistill.batch import LogitScale, OtherTokens, TeacherRows, TopK
 from llmdistill.losses.divergence import FORWARD_KL, LOG_FLOOR, SOFT_CROSS_ENTROPY, Divergence
 from llmdistill.losses.fused.triton import available
 from llmdistill.losses.other_tokens import SpanRows, span_losses
@@ -23,157 +24,183 @@ _DOUBTFUL = 1e3
 """If the divergence of a row is larger than this bound, or NaN, LOG_FLOOR may affect the row."""
 
 
-def chunk_losses(
+ChunkLosses = Callable[[Tensor, Tensor | TopK | SpanRows | None, Tensor], Tensor]
+"""Returns the sum of each term over the rows of a chunk, (C,), in the dtype of the factors.
+
+Takes the outputs (n, V) of the LM heads of student and teacher, and the labels (n,). The teacher's are None if no term
+uses a divergence, and may be its most likely tokens or rows in other tokens instead. With gradient, the derivative of
+Σ factor · sum with respect to the student's outputs overwrites these outputs; the outputs of both models are
+overwritten in any case."""
+
+
+def choose_chunk_losses(
     student_NV: Tensor,
-    teacher_NV: Tensor | TopK | SpanRows | None,
-    labels_N: Tensor,
+    teacher: TeacherRows | None,
     bound: BoundTokenTerms,
     *,
     scales: tuple[LogitScale, LogitScale] = (LogitScale(), LogitScale()),
     with_gradient: bool,
-) -> Tensor:
-    """Return the sum of each term over the rows of a chunk, (C,), in the dtype of the factors.
+) -> ChunkLosses:
+    """Return what computes the terms of the chunks, as fast as the device can.
 
-    Takes the outputs (n, V) of the LM heads of student and teacher, and their `scales`, by which the logits follow.
-    With gradient, the derivative of Σ factor · sum with respect to the student's outputs overwrites these outputs. The
-    outputs of both models are overwritten in any case; the teacher's are None if no term uses a divergence, and may be
-    its most likely tokens or rows in other tokens instead.
+    Only the device and the dtype of `student_NV` matter here. The logits of student and teacher follow from the outputs
+    by `scales`.
     """
     terms, factors = bound
     if student_NV.is_meta:  # the kernels of a GPU overwrite the logits and need no further memory
-        return torch.zeros_like(factors)
-    if isinstance(teacher_NV, SpanRows):
-        return _span_chunk_losses(student_NV, teacher_NV, labels_N, bound, scales[0], with_gradient=with_gradient)
+        return lambda *_chunk: torch.zeros_like(factors)
+    if isinstance(teacher, OtherTokens):
+        return partial(_span_losses, bound=bound, scale=scales[0], with_gradient=with_gradient)
     known = all(term.divergence is None or term.divergence.kernel is not None for term in terms)
     fits = known and available(student_NV.device) and student_NV.element_size() <= 4  # kernels compute in fp32
-    if fits and not isinstance(teacher_NV, TopK):  # the kernels know no classes of tokens
+    if fits and not isinstance(teacher, TopK):  # the kernels know no classes of tokens
         from llmdistill.losses.fused import triton_head  # importing it requires Triton
 
-        return triton_head.kernel_losses(
-            student_NV, teacher_NV, labels_N, bound, scales=scales, with_gradient=with_gradient
-        )
-    size, few_exponentials, spare = max(1, len(labels_N)), None, []
+        return partial(triton_head.kernel_losses, bound=bound, scales=scales, with_gradient=with_gradient)
+    closed_form = partial(_closed_form_losses, bound=bound, scales=scales, with_gradient=with_gradient)
     # _FewExponentials reads its values to check them; on CUDA the host would have to wait for them.
+    may_check = student_NV.device.type == "cpu" and not isinstance(teacher, TopK)
+    few_exponentials = _FewExponentials.of(bound) if may_check else None
+    if few_exponentials is None:
+        return closed_form
+    return partial(few_exponentials.compute, bound=bound, scales=scales, with_gradient=with_gradient)
+
+
+@dataclass
+class _Block:
+    """Some rows of a chunk, in the dtype of the losses."""
+
+    student: Tensor
+    """(n, V), the student's logits, which may be overwritten."""
+    teacher: Tensor | TopK | None
+    """(n, V), the teacher's logits, which may be overwritten."""
+    labels: Tensor
+    gradient: Tensor | None = None
+    """(n, V), the derivative of Σ factor · sum with respect to the student's logits, set by the losses; it may lie in
+    their memory. None if it is not requested."""
+
+
+def _split_into_blocks(
+    student_NV: Tensor,
+    teacher_NV: Tensor | TopK | None,
+    labels_N: Tensor,
+    *,
+    scales: tuple[LogitScale, LogitScale],
+    dtype: torch.dtype,
+    with_gradient: bool,
+) -> Iterator[_Block]:
+    """Yield the rows of a chunk in blocks that fit into a CPU's cache; each block's gradient overwrites its outputs."""
+    size = max(1, len(labels_N))
     if student_NV.device.type == "cpu":
-        row_bytes = max(1, student_NV.shape[1] * factors.element_size())
-        size = torch.get_num_threads() * max(1, _BLOCK_BYTES // row_bytes)  # rows
-        few_exponentials = None if isinstance(teacher_NV, TopK) else _FewExponentials.of(bound)
-    if few_exponentials is not None:
-        spare = [student_NV[:size].new_empty(student_NV[:size].shape, dtype=factors.dtype) for _ in range(2)]
-    sums = torch.zeros_like(factors)
+        size = torch.get_num_threads() * max(1, _BLOCK_BYTES // max(1, student_NV.shape[1] * dtype.itemsize))
     for start in range(0, len(labels_N), size):
         here = slice(start, start + size)
-        student, labels = scales[0].apply_(student_NV[here].to(factors.dtype)), labels_N[here]
+        student = scales[0].apply_(student_NV[here].to(dtype))
         # The losses overwrite the logits, from which the slope follows.
         slope = scales[0].slope(student) if with_gradient else 1.0
-        losses: _BlockLosses | None = None
-        teacher: Tensor | TopK | None
-        if isinstance(teacher_NV, TopK):
-            teacher = teacher_NV.at(here)
+        if isinstance(teacher_NV, Tensor):
+            teacher: Tensor | TopK | None = scales[1].apply_(teacher_NV[here].to(dtype))
         else:
-            teacher = None if teacher_NV is None else scales[1].apply_(teacher_NV[here].to(factors.dtype))
-        if few_exponentials is not None and not isinstance(teacher, TopK):
-            memory = _Memory(student, teacher, *(buffer[: len(student)] for buffer in spare))
-            losses = few_exponentials.compute(memory, labels, with_gradient=with_gradient)
-        if losses is None:
-            losses = _block_losses(student, teacher, labels, bound, with_gradient=with_gradient)
-        if losses.gradient is not None and not scales[0].is_plain:
-            losses.gradient.mul_(slope)
+            teacher = None if teacher_NV is None else teacher_NV.at(here)
+        block = _Block(student, teacher, labels_N[here])
+        yield block
+        if block.gradient is None:
+            continue
+        if not scales[0].is_plain:
+            block.gradient.mul_(slope)
         # `.to` gives the chunk itself, or a copy if the dtypes differ, whose gradient must be written back.
-        is_in_place = losses.gradient is student and student.dtype == student_NV.dtype
-        if losses.gradient is not None and not is_in_place:
-            student_NV[here] = losses.gradient
-        sums += losses.sums
-    return sums
+        is_in_place = block.gradient is student and student.dtype == student_NV.dtype
+        if not is_in_place:
+            student_NV[here] = block.gradient
 
 
-class _BlockLosses(NamedTuple):
-    """The losses of a block of rows."""
-
-    sums: Tensor
-    """(C,), the sum of each term."""
-    gradient: Tensor | None
-    """(n, V), the derivative of Σ factor · sum with respect to the student's logits; None if not requested."""
-
-
-def _span_chunk_losses(
+def _span_losses(
     student_NV: Tensor,
     teacher: SpanRows,
     labels_N: Tensor,
+    *,
     bound: BoundTokenTerms,
     scale: LogitScale,
-    *,
     with_gradient: bool,
 ) -> Tensor:
-    """`chunk_losses` for a teacher with another tokenizer: the divergences, and then the terms on labels."""
+    """`ChunkLosses` for a teacher with another tokenizer: the divergences, and then the terms on labels."""
     if not scale.is_plain:
         logits_NV = scale.apply_(student_NV.to(bound.factors.dtype, copy=True))
         slope = scale.slope(logits_NV)
-        sums = _span_chunk_losses(logits_NV, teacher, labels_N, bound, LogitScale(), with_gradient=with_gradient)
+        sums = _span_losses(logits_NV, teacher, labels_N, bound=bound, scale=LogitScale(), with_gradient=with_gradient)
         if with_gradient:
             student_NV.copy_(logits_NV.mul_(slope))
         return sums
     sums = torch.zeros_like(bound.factors)
     soft = [place for place, term in enumerate(bound.terms) if term.divergence is not None]
     hard = [place for place, term in enumerate(bound.terms) if term.divergence is None]
-    # The spans come first, because chunk_losses overwrites the logits.
+    # The spans come first, because the terms on labels overwrite the logits.
     sums[soft], gradients = span_losses(student_NV, teacher, bound.select(soft), with_gradient=with_gradient)
     if hard:
-        sums[hard] = chunk_losses(student_NV, None, labels_N, bound.select(hard), with_gradient=with_gradient)
+        label_losses = choose_chunk_losses(student_NV, None, bound.select(hard), with_gradient=with_gradient)
+        sums[hard] = label_losses(student_NV, None, labels_N)
     if gradients is not None:
         # With terms on labels the logits hold their gradient by now.
         student_NV.copy_(student_NV + gradients if hard else gradients)
     return sums
 
 
-def _block_losses(
-    student: Tensor,
-    teacher: Tensor | TopK | None,
-    labels: Tensor,
-    bound: BoundTokenTerms,
+def _closed_form_losses(
+    student_NV: Tensor,
+    teacher_NV: Tensor | TopK | None,
+    labels_N: Tensor,
     *,
+    bound: BoundTokenTerms,
+    scales: tuple[LogitScale, LogitScale],
     with_gradient: bool,
-) -> _BlockLosses:
-    """Return the losses of any terms, by the closed-form derivatives: dz = (derivative - q Σ derivative) / t."""
+) -> Tensor:
+    """`ChunkLosses` of any terms, by the closed-form derivatives: dz = (derivative - q Σ derivative) / t."""
     terms, factors = bound
-    gradient = torch.zeros_like(student) if with_gradient else None
-    sums = torch.zeros_like(factors)
     temperatures = [1.0 if term.divergence is None else term.temperature for term in terms]
-    for temperature in dict.fromkeys(temperatures):  # terms with the same temperature share the softmax
-        log_q = (student / temperature).log_softmax(-1)
-        floored_log_q = log_q.clamp(min=LOG_FLOOR)
-        here = [i for i in range(len(terms)) if temperatures[i] == temperature]
-        kinds = {divergence.of_labels for i in here if (divergence := terms[i].divergence) is not None}
-        compared_by_kind = {
-            of_labels: _compare(teacher, labels if of_labels else None, log_q, floored_log_q, temperature)
-            for of_labels in kinds
-        }
-        derivatives = torch.zeros_like(student) if with_gradient else None
-        for i in here:
-            term = terms[i]
-            if term.divergence is None:
-                # The label also gets its part of what is spread over the vocabulary (Szegedy et al. 2016, §7).
-                label_share = 1 - term.smoothing
-                sums[i] = -label_share * log_q.gather(1, labels[:, None]).sum()
-                if term.smoothing > 0:
-                    sums[i] -= term.smoothing * floored_log_q.mean(-1).sum()
-                if derivatives is not None:
-                    derivatives.scatter_add_(1, labels[:, None], (-label_share * factors[i]).expand(len(labels), 1))
+    sums = torch.zeros_like(factors)
+    for block in _split_into_blocks(
+        student_NV, teacher_NV, labels_N, scales=scales, dtype=factors.dtype, with_gradient=with_gradient
+    ):
+        student, teacher, labels = block.student, block.teacher, block.labels
+        gradient = torch.zeros_like(student) if with_gradient else None
+        block_sums = torch.zeros_like(factors)
+        for temperature in dict.fromkeys(temperatures):  # terms with the same temperature share the softmax
+            log_q = (student / temperature).log_softmax(-1)
+            floored_log_q = log_q.clamp(min=LOG_FLOOR)
+            here = [i for i in range(len(terms)) if temperatures[i] == temperature]
+            kinds = {divergence.of_labels for i in here if (divergence := terms[i].divergence) is not None}
+            compared_by_kind = {
+                of_labels: _compare(teacher, labels if of_labels else None, log_q, floored_log_q, temperature)
+                for of_labels in kinds
+            }
+            derivatives = torch.zeros_like(student) if with_gradient else None
+            for i in here:
+                term = terms[i]
+                if term.divergence is None:
+                    # The label also gets its part of what is spread over the vocabulary (Szegedy et al. 2016, §7).
+                    label_share = 1 - term.smoothing
+                    block_sums[i] = -label_share * log_q.gather(1, labels[:, None]).sum()
                     if term.smoothing > 0:
-                        derivatives.sub_((log_q >= LOG_FLOOR) * (factors[i] * (term.smoothing / log_q.shape[1])))
-                continue
-            compared = compared_by_kind[term.divergence.of_labels]
-            sums[i] = term.scale * term.divergence.value(compared.log_p, compared.log_q).sum()
-            if derivatives is not None:
-                derivative = term.divergence.derivative(compared.log_p, compared.log_q)
-                if compared.tokens is not None:
-                    derivative = spread(derivative, log_q, compared.log_q, compared.tokens)
-                derivative.masked_fill_(log_q < LOG_FLOOR, 0.0)  # a floored log-probability is a constant
-                derivatives.add_(derivative.mul_(factors[i] * (term.scale / temperature)))
-        if gradient is not None and derivatives is not None:
-            # The softmax: dz = derivative - q Σ derivative, with 1 / t in the derivatives already.
-            gradient.add_(derivatives).sub_(log_q.exp_().mul_(derivatives.sum(-1, keepdim=True)))
-    return _BlockLosses(sums, gradient)
+                        block_sums[i] -= term.smoothing * floored_log_q.mean(-1).sum()
+                    if derivatives is not None:
+                        derivatives.scatter_add_(1, labels[:, None], (-label_share * factors[i]).expand(len(labels), 1))
+                        if term.smoothing > 0:
+                            derivatives.sub_((log_q >= LOG_FLOOR) * (factors[i] * (term.smoothing / log_q.shape[1])))
+                    continue
+                compared = compared_by_kind[term.divergence.of_labels]
+                block_sums[i] = term.scale * term.divergence.value(compared.log_p, compared.log_q).sum()
+                if derivatives is not None:
+                    derivative = term.divergence.derivative(compared.log_p, compared.log_q)
+                    if compared.tokens is not None:
+                        derivative = spread(derivative, log_q, compared.log_q, compared.tokens)
+                    derivative.masked_fill_(log_q < LOG_FLOOR, 0.0)  # a floored log-probability is a constant
+                    derivatives.add_(derivative.mul_(factors[i] * (term.scale / temperature)))
+            if gradient is not None and derivatives is not None:
+                # The softmax: dz = derivative - q Σ derivative, with 1 / t in the derivatives already.
+                gradient.add_(derivatives).sub_(log_q.exp_().mul_(derivatives.sum(-1, keepdim=True)))
+        block.gradient = gradient
+        sums += block_sums
+    return sums
 
 
 class _Compared(NamedTuple):
@@ -200,19 +227,6 @@ def _compare(
     tokens = labels[:, None]
     log_p, log_q = (merge(log_probs, tokens).clamp_(min=LOG_FLOOR) for log_probs in (log_p, log_q))
     return _Compared(log_p, log_q, tokens)
-
-
-class _Memory(NamedTuple):
-    """The memory of `_FewExponentials`, which overwrites all of it; more of it would leave a core's cache."""
-
-    student: Tensor
-    """(n, V), the student's logits."""
-    teacher: Tensor | None
-    """(n, V), the teacher's logits; None if no term uses a divergence."""
-    for_p: Tensor
-    """(n, V), room for the teacher's exponentials."""
-    for_q: Tensor
-    """(n, V), room for the student's exponentials."""
 
 
 @dataclass(frozen=True)
@@ -250,18 +264,48 @@ class _FewExponentials:
             sum(factor for term, factor in pairs if term.divergence is None),
         )
 
-    def compute(self, memory: _Memory, labels: Tensor, *, with_gradient: bool) -> _BlockLosses | None:
-        """Return the losses of a block, or None if LOG_FLOOR may affect it; the gradient is in the student's memory.
+    def compute(
+        self,
+        student_NV: Tensor,
+        teacher_NV: Tensor | None,
+        labels_N: Tensor,
+        *,
+        bound: BoundTokenTerms,
+        scales: tuple[LogitScale, LogitScale],
+        with_gradient: bool,
+    ) -> Tensor:
+        """Implements `ChunkLosses`."""
+        sums = torch.zeros_like(bound.factors)
+        memory: list[Tensor] = []
+        for block in _split_into_blocks(
+            student_NV, teacher_NV, labels_N, scales=scales, dtype=sums.dtype, with_gradient=with_gradient
+        ):
+            # The first block is the largest.
+            memory = memory or [torch.empty_like(block.student) for _ in range(2)]
+            for_p, for_q = (tensor[: len(block.labels)] for tensor in memory)
+            block_sums = self._compute_block(block, for_p, for_q, with_gradient=with_gradient)
+            if block_sums is None:
+                plain = LogitScale(), LogitScale()
+                block_sums = _closed_form_losses(
+                    block.student, block.teacher, block.labels, bound=bound, scales=plain, with_gradient=with_gradient
+                )
+                block.gradient = block.student if with_gradient else None
+            sums += block_sums
+        return sums
+
+    def _compute_block(self, block: _Block, for_p: Tensor, for_q: Tensor, *, with_gradient: bool) -> Tensor | None:
+        """Return the sums of a block, or None if LOG_FLOOR may affect it; the gradient is in the student's memory.
 
         If it returns None, the logits of both models differ from the input only by a constant in each row, which does
-        not change their softmax.
+        not change their softmax. `for_p` and `for_q` are memory for the exponentials of teacher and student, (n, V);
+        more of it would leave a core's cache.
         """
-        student, teacher, for_p, for_q = memory
+        student, teacher, labels = block.student, block.teacher, block.labels
         kinds = {term.divergence for term in self.terms}
         values: dict[Divergence | None, Tensor] = {}
         student.sub_(student.amax(-1, keepdim=True))  # so that no exponential overflows
         if kinds != {None}:
-            assert teacher is not None, "a divergence needs a teacher"
+            assert isinstance(teacher, Tensor), "a divergence needs a teacher"
             teacher.sub_(teacher.amax(-1, keepdim=True))
             p, p_total = _exponentiate(teacher, self.temperature, out=for_p)
             if FORWARD_KL in kinds:
@@ -281,13 +325,13 @@ class _FewExponentials:
         shared = kinds != {None} and self.temperature == 1
         if None in kinds:
             # The teacher's logits are not needed any more, so their memory holds the student's second exponentials.
-            free = for_q if teacher is None or kinds == {None} else teacher
+            free = teacher if isinstance(teacher, Tensor) and kinds != {None} else for_q
             label_q, label_total = (q, q_total) if shared else _exponentiate(student, 1.0, out=free)
             values[None] = label_total.log() - student.gather(1, labels[:, None])
         scales = [1.0 if term.divergence is None else term.scale for term in self.terms]
         sums = torch.stack([values[term.divergence].sum() * x for term, x in zip(self.terms, scales, strict=True)])
         if not with_gradient:
-            return _BlockLosses(sums, None)
+            return sums
         if kinds == {None}:
             # No value needs the logits any more, so their memory takes the gradient.
             gradient = torch.mul(label_q, self.label_factor / label_total, out=student)
@@ -298,7 +342,8 @@ class _FewExponentials:
                 gradient.add_(label_q.mul_(self.label_factor / label_total))
         if None in kinds:
             gradient.scatter_add_(1, labels[:, None], torch.full_like(label_total, -self.label_factor))
-        return _BlockLosses(sums, gradient)
+        block.gradient = gradient
+        return sums
 
 
 def _exponentiate(logits: Tensor, temperature: float, *, out: Tensor) -> tuple[Tensor, Tensor]:
