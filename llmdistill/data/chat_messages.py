@@ -6,9 +6,11 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
+from llmdistill.data.readers import with_names
 from llmdistill.errors import UserError
 from llmdistill.files import has_half_surrogate, parse_json
 
@@ -42,8 +44,9 @@ _ROLES = {
     "tool": ("tool", "observation", "function", "tool_response", "function_response", "ipython"),
     _CALL: ("function_call", "tool_call"),
 }
-_NAMES = {"role", "from"}
+_NAMES = frozenset(("role", "from"))
 """Keys of which a message has one."""
+_KEYS = (*_NAMES, "content", "value")
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
 
 LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_weight")
@@ -94,8 +97,16 @@ def are_turns(value: object) -> bool:
     return (
         is_list(value)
         and len(value) > 0
-        and all(isinstance(message, Mapping) and _NAMES & message.keys() for message in value)
+        and all(isinstance(message, Mapping) and _NAMES & with_names(message, _KEYS, "").keys() for message in value)
     )
+
+
+def as_texts(value: object) -> list[str] | None:
+    """Return a list of texts, also one that a cell of CSV stores as a text; None for anything else."""
+    if isinstance(value, str) and _OPENS.match(value):
+        with suppress(json.JSONDecodeError):
+            value = _read_text(value)
+    return list(value) if is_list(value) and len(value) and all(isinstance(text, str) for text in value) else None
 
 
 def parse_messages(value: object, key: str, source: str) -> Messages:
@@ -124,7 +135,7 @@ def _parse_message(message: object, where: str) -> tuple[str, Turn]:
     if not isinstance(message, Mapping):
         raise UserError(f"{where} is {excerpt(message)}; give an object with role and content")
     # Tables give all messages of a column the same keys, with null where one has nothing.
-    fields = {key: value for key, value in message.items() if value is not None}
+    fields = dict(with_names({key: value for key, value in message.items() if value is not None}, _KEYS, where))
     # Both names are popped, so that neither is left among the fields that the template reads.
     role, content = (
         fields.pop(key, fields.pop(other, None)) for key, other in (("role", "from"), ("content", "value"))

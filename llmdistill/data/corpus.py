@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.memory import rows_in_memory
 from llmdistill.data.random_streams import DOCUMENTS
-from llmdistill.data.readers import READERS, content_sha256, text_lines
+from llmdistill.data.readers import READERS, content_sha256, text_lines, with_names
 from llmdistill.data.references import text_files
 from llmdistill.data.sources import Data, open_rows
 from llmdistill.data.store import pieces, read_meta, store, token_dtype, tokenizer_fingerprint
@@ -177,14 +177,20 @@ def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
 def find_words(words: str, data: Data, field: str = "text") -> str:
     """Return where words first occur in a text: file and line of a plain text, file and place of a row."""
     if not isinstance(data, str | Path):
-        rows = (row if isinstance(row, str) else str(row.get(field)) for row in rows_in_memory(data))
+        rows = (
+            row if isinstance(row, str) else str(with_names(row, (field,), "data").get(field))
+            for row in rows_in_memory(data)
+        )
         return next((f"row {number}" for number, text in enumerate(rows, start=1) if words in text), "data")
     files: Sequence[Path | None] = text_files(data) or [None]
     for file in files:
         if file is not None and _kind_of(file) == "text":
             places = ((line, f"{file}:{number}") for number, line in enumerate(text_lines(file), start=1))
         else:
-            places = ((str(row.get(field)), source) for row, source in open_rows(file or data, streaming=True))
+            places = (
+                (str(with_names(row, (field,), source).get(field)), source)
+                for row, source in open_rows(file or data, streaming=True)
+            )
         place_of_words = next((place for text, place in places if words in text), None)
         if place_of_words is not None:
             return place_of_words
@@ -234,7 +240,7 @@ def draw_documents(segments: Segments, fraction: float, seed: int) -> Segments:
 
 def _read_rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) -> Segments:
     for document, (row, source) in enumerate(open_rows(reference, streaming=True)):
-        text = row.get(field)
+        text = with_names(row, (field,), source).get(field)
         if text is None:
             raise UserError(
                 f'{source}: the key "{field}" is missing (there are {sorted(row)}); '

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import pad_rows, padding_mask, sample_id
-from llmdistill.data.readers import text_lines
+from llmdistill.data.readers import text_lines, with_names
 from llmdistill.data.references import is_weighted, parts_of
 from llmdistill.data.sources import open_rows
 from llmdistill.data.store import TOKEN_IDS, Schema
@@ -155,7 +155,8 @@ def read_sentences(reference: str | Path) -> list[str]:
             for pair in _read_plain_pairs(path):
                 sentences |= {pair.sentence1: None, pair.sentence2: None}
         else:
-            for row, place in open_rows(part.reference):
+            for given, place in open_rows(part.reference):
+                row = with_names(given, FIELDS, place)
                 texts = [row[key] for key in FIELDS if isinstance(row.get(key), str) and row[key].strip()]
                 if not texts:
                     raise UserError(f"{place}: no sentence under any of {', '.join(FIELDS)}; name its column so")
@@ -175,7 +176,8 @@ def read_triples(reference: str | Path) -> list[str]:
     if path.suffix.lower() == ".txt" or _is_plain(path):
         raise UserError(f"{reference}: has no rows of query, positive, negative (data.sentences.triples); name a JSONL")
     sentences: list[str] = []
-    for row, place in open_rows(reference):
+    for given, place in open_rows(reference):
+        row = with_names(given, FIELDS, place)
         texts = [next((row[key] for key in keys if key in row), None) for keys in _TRIPLE]
         triple = [text for text in texts if isinstance(text, str) and text.strip()]
         if len(triple) != TRIPLE:
@@ -198,7 +200,8 @@ def read_pairs(reference: str | Path) -> list[SentencePair]:
     path = locate_data(str(reference))
     is_plain = _is_plain(path)
     pairs = list(_read_plain_pairs(path)) if is_plain else []
-    for row, place in () if is_plain else open_rows(reference):
+    for given, place in () if is_plain else open_rows(reference):
+        row = with_names(given, (*_PAIR, *_SCORES), place)
         texts = [row.get(key) for key in _PAIR]
         score = next((_parse_number(row[key]) for key in _SCORES if key in row), None)
         if score is None or not all(isinstance(text, str) and text.strip() for text in texts):

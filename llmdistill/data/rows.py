@@ -12,6 +12,7 @@ from llmdistill.data.chat_messages import (
     Messages,
     Turn,
     are_turns,
+    as_texts,
     as_tools,
     as_turns,
     check_refused,
@@ -22,6 +23,7 @@ from llmdistill.data.chat_messages import (
     parse_messages,
 )
 from llmdistill.data.examples import Example
+from llmdistill.data.readers import with_names
 from llmdistill.errors import UserError
 
 _ASKS = {
@@ -71,6 +73,11 @@ _SPECIAL = frozenset((*_REFUSED, *_WITHOUT_TEMPLATE, *_CHOICES, *_NOT_READ, *_LA
 }
 """Keys that change what a row means; most rows have none, and are parsed in half the time."""
 
+_KEYS = frozenset(
+    (*_ASKS, *_ANSWERS, *_CHATS, *_COMPLETIONS, _CHOSEN, "data", "prompt", "input", "context", "teacher", *_SPECIAL)
+)
+"""All keys that are read or refused."""
+
 
 class LeftOut(UserError):
     """A row is not learned, because it says so itself. Sets leave such rows out, and count them."""
@@ -103,7 +110,8 @@ def describe_left_out(left_out: Mapping[str, int]) -> str:
 def parse_row(
     row: Mapping[str, Any], source: str, *, needs_answer: bool = True, left_out: Counter[str] | None = None
 ) -> Example:
-    """Parse the example in a row. A key whose value is null counts as missing; docs/data.md has the table of all keys.
+    """Parse the example in a row. A key whose value is null counts as missing, and the case of keys does not matter.
+    docs/data.md has the table of all keys.
 
     - ``instruction``, optionally ``input`` or ``context``, and ``output`` or ``response``; also ``query`` and
       ``response``, ``question`` and ``answer``, ``problem`` and ``solution``. A ``prompt`` in the same row is ignored.
@@ -113,6 +121,7 @@ def parse_row(
       is learned is the answer, the turns before it are the prompt, and the turns after it are left out. If no answer is
       needed, a list that does not end with an assistant turn is a prompt as a whole.
     - ``prompt`` and ``completion``, ``response`` or ``output``: strings, or lists of messages.
+    - UltraChat's ``data``: a list of strings, of the user and the assistant in turn.
 
     In a row of preferences ``chosen`` is the answer. A row may have a string ``teacher``, the name of the teacher that
     it asks for. `left_out` counts the keys that were not read.
@@ -123,9 +132,9 @@ def parse_row(
             what the row means and is not read; the message begins with `source`, the place of the row.
     """
     # Tables give each row all columns, with null where it has nothing.
-    row = {key: value for key, value in row.items() if value is not None}
+    row = with_names({key: value for key, value in row.items() if value is not None}, _KEYS, source)
     if _CHOSEN in row and "chosen" not in row:
-        row["chosen"] = row.pop(_CHOSEN)
+        row = {**row, "chosen": row[_CHOSEN]}
     is_plain = _SPECIAL.isdisjoint(row)
     if not is_plain:
         check_refused(row, _REFUSED, source)
@@ -162,6 +171,9 @@ def parse_row(
 
 def _parse_format(row: Mapping[str, Any], source: str, needs_answer: bool) -> Example:
     chat, instruction_key = _first_key(row, _CHATS), _first_key(row, tuple(_ASKS))
+    if "data" in row and not any(key in row for key in FORMAT_KEYS) and (texts := as_texts(row["data"])):
+        turns = [Turn("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)]
+        return _parse_chat(row, tuple(turns), "data", source, needs_answer)
     # An instruction with its answer takes precedence over a chat; a question may stand beside one.
     if instruction_key == "instruction" and (chat is None or _first_key(row, _ASKS[instruction_key]) is not None):
         return _parse_instruction(row, instruction_key, source, needs_answer)

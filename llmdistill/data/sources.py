@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from llmdistill.data.examples import Example
 from llmdistill.data.memory import rows_in_memory, without_format
-from llmdistill.data.readers import READERS, Rows, first_line, read_error, read_jsonl, without_nulls
+from llmdistill.data.readers import READERS, Rows, first_line, read_error, read_jsonl, with_names, without_nulls
 from llmdistill.data.references import local_files, parts_of
 from llmdistill.data.rows import FORMAT_KEYS, describe_left_out, parse_rows
 from llmdistill.embedded import locate_data
@@ -242,8 +242,11 @@ def kind_of(data: Data, *, field: str = "text", name: str = "data") -> DataKind:
             raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
     if isinstance(first, str):
         return "text"
-    is_instruction = isinstance(first, Mapping) and any(key in first for key in FORMAT_KEYS if key not in _ABOUT_A_TEXT)
-    return "text" if isinstance(first, Mapping) and field in first and not is_instruction else "instructions"
+    if not isinstance(first, Mapping):
+        return "instructions"
+    keys = with_names(first, (*FORMAT_KEYS, field), name).keys()
+    is_instruction = not keys.isdisjoint(set(FORMAT_KEYS).difference(_ABOUT_A_TEXT))
+    return "text" if field in keys and not is_instruction else "instructions"
 
 
 _ABOUT_A_TEXT = ("query", "question", "problem")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmdistill.data.memory import rows_in_memory
-from llmdistill.data.readers import READERS, text_lines
+from llmdistill.data.readers import READERS, text_lines, with_names
 from llmdistill.data.references import text_files
 from llmdistill.data.sources import Data, open_rows
 from llmdistill.errors import UserError
@@ -44,7 +44,7 @@ class WholeText(NamedTuple):
                 rows = ((row, f"row {number}") for number, row in enumerate(rows_in_memory(self.data), start=1))
             texts = []
             for row, source in rows:
-                row_text = row.get("text") if isinstance(row, Mapping) else row
+                row_text = with_names(row, ("text",), source).get("text") if isinstance(row, Mapping) else row
                 if not isinstance(row_text, str):
                     keys_or_type = sorted(row) if isinstance(row, Mapping) else type(row).__name__
                     raise UserError(f'{source}: the key "text" is missing or no string (there are {keys_or_type})')

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from llmdistill.config.data import TaskConfig
 from llmdistill.data.questions import QuestionExample
-from llmdistill.data.readers import READERS
+from llmdistill.data.readers import READERS, with_names
 from llmdistill.data.sources import open_rows
 from llmdistill.data.targets import TargetExample
 from llmdistill.errors import UserError
@@ -31,6 +32,7 @@ _PAIRS = (
     ("text", "summary"),
 )
 """The keys of source and target in rows."""
+_KEYS = (*chain.from_iterable(_PAIRS), "answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,8 @@ class _Row(NamedTuple):
 
 def _read_rows(key: str, folder: str | None, split: Split) -> list[_Row]:
     reference, task, rows = _reference(key, folder, split), WRITING_TASKS[key], list[_Row]()
-    for row, place in open_rows(reference):
+    for given, place in open_rows(reference):
+        row = with_names(given, _KEYS, place)
         keys = next((pair for pair in _PAIRS if row.keys() >= set(pair)), None)
         if keys is None:
             pairs = ", ".join(" and ".join(pair) for pair in _PAIRS)

@@ -53,6 +53,48 @@ def test_forms(row, example):
 
 
 @pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"question": "Add.", "answer": "3", "system": "Be short."},
+        {"prompt": "Hi.", "completion": "Hello."},
+        {"messages": [SYSTEM, USER, ANSWER], "tools": []},
+        {"conversations": SHARED},
+        {"prompt": "Hi.", "chosen": "Hello.", "rejected": "No."},
+    ],
+    ids=lambda row: next(iter(row)),
+)
+@pytest.mark.parametrize("write", [str.upper, str.title, lambda key: f" {key.capitalize()} "])
+def test_keys_in_another_case_are_the_same_keys(row, write):
+    counts = Counter(), Counter()
+    written = {write(key): value for key, value in row.items()}
+    assert parse_row(written, "x:1", left_out=counts[0]) == parse_row(row, "x:1", left_out=counts[1])
+    assert counts[0] == counts[1]
+    exact_first = {write(key): "another" for key in row} | row
+    assert parse_row(exact_first, "x:1") == parse_row(row, "x:1")
+
+
+def test_keys_that_differ_in_their_case_alone_are_refused():
+    refuses(
+        'x:1: the keys "Output" and "OUTPUT" differ in their case alone; call the one to read "output"',
+        *(parse_row, {"instruction": "a", "Output": "b", "OUTPUT": "c"}, "x:1"),
+    )
+    messages = [{"Role": "user", "Content": "Hi."}, {"FROM": "gpt", "Value": "Hello."}]
+    assert parse_row({"Messages": messages}, "x:1") == Example("", "", ("Hello.",), messages=(Turn("user", "Hi."),))
+
+
+def test_rows_of_ultrachat_are_chats():
+    texts = ["Hi.", "Hello.", "Hi.", "Again?"]
+    for data in (texts, json.dumps(texts), str(texts)):
+        assert parse_row({"id": "0", "data": data}, "x:1") == Example("", "", ("Again?",), messages=TURNS)
+    # A question at the end has no answer, and beside messages the texts are some other data.
+    assert parse_row({"data": [*texts[:2], "Bye."]}, "x:1").messages == TURNS[:1]
+    assert parse_row({"messages": [SYSTEM, USER, ANSWER], "data": texts}, "x:1") == CHAT
+    refuses('"data" has no assistant turn', parse_row, {"data": ["Hi."]}, "x:1")
+    refuses('the key "instruction" is missing', parse_row, {"data": [1, 2]}, "x:1")
+
+
+@pytest.mark.parametrize(
     ("row", "what"),
     [
         ({"instruction": "a"}, "the key \"output\" is missing (there are ['instruction']); add it"),

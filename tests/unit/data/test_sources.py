@@ -275,6 +275,8 @@ def test_rows_that_are_left_out_are_told(tmp_path, word_tokenizer, caplog, monke
     ("a.json", '[{"text": "Once"}]', "text"),
     ("a.jsonl", '{"instruction": "Say", "output": "Once", "text": "Once"}\n', "instructions"),
     ("a.jsonl", '{"text": \n', "instructions"),  # what is wrong with it is said where it is read
+    ("a.csv", "Text,Id\nOnce,1\n", "text"),
+    ("a.jsonl", '{"Instruction": "Say", "Output": "Once", "Text": "Once"}\n', "instructions"),
     ("a.txt", "Once", "text"),
 ])  # fmt: skip
 def test_the_kind_of_a_file_is_that_of_its_first_row(tmp_path, name, content, kind):

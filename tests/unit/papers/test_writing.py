@@ -105,7 +105,7 @@ def test_bad_settings_and_models_that_cannot_write_or_teach_are_named(folder, mo
     refuses("takes no keys and values", task.check_model, "student.model", "here", BertConfig())
 
 
-@pytest.mark.parametrize("pair", ["source target", "document summary"])
+@pytest.mark.parametrize("pair", ["source target", "document summary", "Document SUMMARY"])
 def test_summaries_of_the_usual_rows(tmp_path, pair):
     source, target = pair.split()
     write_rows(tmp_path / "train.jsonl", [{source: "a b c", target: "a", "id": 1}, {source: "d", target: "e"}])

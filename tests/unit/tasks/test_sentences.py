@@ -155,7 +155,7 @@ def test_the_files_that_are_read(tmp_path):
     rows.write_text('{"query": "a", "positive": "b", "n": 3}\n{"sentence1": "c", "sentence2": "a", "score": 2}\n')
     assert read_sentences(rows) == ["a", "b", "c"]
     named = tmp_path / "named.tsv"
-    named.write_text("score\tsentence1\tsentence2\n1\ta\tb\n4.5\tc\td\n")
+    named.write_text("Score\tSentence1\tsentence2\n1\ta\tb\n4.5\tc\td\n")
     assert read_pairs(named) == [SentencePair("a", "b", 1.0), SentencePair("c", "d", 4.5)]
     plain = tmp_path / "plain.tsv"
     plain.write_text("1\ta\tb\n4.5\tc\ta\n")
