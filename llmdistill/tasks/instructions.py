@@ -16,7 +16,7 @@ from llmdistill.config import GenerationConfig
 from llmdistill.data.collate import Encoded, collate, collate_packed, sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.exchange import ALONE, Exchange
-from llmdistill.data.held_out import KeptItems, hold_out
+from llmdistill.data.held_out import KeptItems, find_learned_files, find_learned_rows, hold_out
 from llmdistill.data.instruct import NO_LIMIT, Limits, encode, parts_before
 from llmdistill.data.prompts import MINILLM, text_around
 from llmdistill.data.references import TEACHER, parts_of
@@ -36,6 +36,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import CONTROL_TIMEOUT, World, on_every, on_main
 from llmdistill.runtime.main_first import make_once
+from llmdistill.runtime.terminal import warn_main
 from llmdistill.tasks.base import VALID, Asked, Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
@@ -175,6 +176,12 @@ class InstructionData(TaskData):
                 report = f"{report} Each epoch has {', '.join(shares)}."
             if teacher.by_rows and not self.task.teacher_writes:  # the answers of SeqKD name no teacher
                 teacher.check_names(set(train.distinct("teacher")), f"data.train {settings.train}")
+        if settings.valid is not None:
+            overlap = find_learned_rows(train, valid_items) if train else None
+            if settings.streaming:
+                overlap = find_learned_files(settings.train, settings.valid)
+            if overlap is not None:
+                warn_main(overlap)
         return replace(
             self,
             train=train,

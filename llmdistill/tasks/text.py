@@ -19,6 +19,7 @@ from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, RunConfig
 from llmdistill.data.begin import begin_tokens
 from llmdistill.data.corpus import Corpus, open_corpus, store_corpus
+from llmdistill.data.held_out import find_learned_files
 from llmdistill.data.masking import Masking
 from llmdistill.data.references import TEACHER, parts_of, text_files
 from llmdistill.data.sampler import SequenceLoader, Share
@@ -31,6 +32,7 @@ from llmdistill.models.tokenizer import load_tokenizer
 from llmdistill.objective import Objective
 from llmdistill.runtime.distributed import on_every, on_main
 from llmdistill.runtime.main_first import make_once
+from llmdistill.runtime.terminal import warn_main
 from llmdistill.tasks.base import Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.perplexity import perplexity_of
 from llmdistill.tasks.reference_loss import label_loss
@@ -187,6 +189,10 @@ class TextData(TaskData):
         counts = (f"{name}: {text.report()}" if name else text.report() for name, text in train.items())
         report = "; ".join(counts)
         data = replace(self, train=train, valid=valid)
+        if self.task.trains and settings.valid is not None:
+            overlap = find_learned_files(settings.train, settings.valid)
+            if overlap is not None:
+                warn_main(overlap)
         if self.task.trains:
             # Raises UserError if the text is too short, even if the number of steps is given.
             sequences = data._make_train_sequences()

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from llmdistill.data.held_out import count_held_out, hold_out
+from llmdistill.data.collate import Encoded
+from llmdistill.data.held_out import count_held_out, find_learned_files, find_learned_rows, hold_out
 from llmdistill.errors import UserError
 
 
@@ -43,3 +44,42 @@ def test_each_row_is_learned_or_held_out(wanted):
 def test_without_held_out_rows_the_files_stay_as_they_are():
     parts = [Rows(range(30))]
     assert hold_out(parts, 0, seed=0) == (parts, [])
+
+
+def rows_of(*numbers):
+    return [Encoded.of([1, 2, number], [2, 3], "", None) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "said"),
+    [
+        (range(40), range(40), "40 of the 40 rows"),
+        (range(40), [3, *range(100, 104)], "1 of the 5 rows"),
+        (range(40), [3, *range(100, 119)], None),  # greetings may stand in both
+        (range(40), range(100, 110), None),
+        (range(400), range(400), "at least 100 of the 400 rows"),
+        (range(400), [3, 4, *range(500, 519)], None),
+    ],
+)
+def test_validation_rows_that_are_learned_are_told(monkeypatch, train, valid, said):
+    monkeypatch.setattr("llmdistill.data.held_out._COMPARED", 100)
+    sentence = find_learned_rows(rows_of(*train), rows_of(*valid))
+    assert (sentence is None) == (said is None)
+    assert sentence is None or sentence.startswith(f"{said} of data.valid are also in data.train")
+
+
+def test_validation_files_that_are_learned_are_told(tmp_path, monkeypatch):
+    for name in ("a.txt", "folder/b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("Once.")
+    monkeypatch.chdir(tmp_path)
+    for train, valid, is_told in (
+        ("a.txt", str(tmp_path / "a.txt"), True),
+        ("a.txt,folder", "folder/b.txt", True),
+        ("a.txt=2,folder/b.txt=1", "a.txt", True),
+        ("owner/name:train", "owner/name:train", True),
+        ("owner/name:train", "owner/name:test", False),
+        ("folder", "a.txt,folder", False),
+        ("a.txt", "folder/b.txt", False),
+    ):
+        assert (find_learned_files(train, valid) is not None) == is_told, (train, valid)

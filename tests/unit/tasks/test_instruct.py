@@ -225,7 +225,7 @@ def test_a_teacher_with_another_tokenizer_is_asked_by_its_own_chat_template(tmp_
     assert len(found) == 2
 
 
-def test_files_with_weights(tmp_path, monkeypatch):
+def test_files_with_weights(tmp_path, monkeypatch, caplog):
     """Of three examples of an epoch two are from the small file; without weights an epoch has each example once."""
     monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
     save_decoder(tmp_path / "model", vocab_size=300)
@@ -240,10 +240,11 @@ def test_files_with_weights(tmp_path, monkeypatch):
     for weights in (("=2", "=1"), ("", "")):
         train = f"{files['small']}{weights[0]},{files['large']}{weights[1]}"
         given = ["--method", "sft", "--teacher.model", str(tmp_path / "model"), "--student.factorize.rank", "2"]
-        given += ["--data.train", train, "--data.valid", "null", "--output_dir", str(tmp_path / "run")]
+        given += ["--data.train", train, "--data.valid", str(files["small"]), "--output_dir", str(tmp_path / "run")]
         given += ["--data.held_out", "0"]
         task = make_plan(parse_run(given, METHODS)[0], ranks=1)
         data = task.task.read(task.models).prepare()
+        assert "4 of the 4 rows of data.valid are also in data.train" in caplog.text
         loader = data.loader(Share(seed=0, global_batch_size=4, micro_batch_size=4))
         epoch = [tuple(item.ids) for step in range(3) for batch in loader.micro_batch_items(step) for item in batch]
         taught = [tuple(item.ids) for item in data.teacher_examples()[0]]

@@ -189,10 +189,11 @@ def test_epochs_are_steps_rounded_up(short, epochs, steps):
     assert plan.recorded.train.epochs == epochs, "the folder knows the run by what was asked"
 
 
-def test_epochs_are_those_of_the_fraction_and_the_validation_text_stays_whole(short, tmp_path):
+def test_epochs_are_those_of_the_fraction_and_the_validation_text_stays_whole(short, tmp_path, caplog):
     valid = ("--data.valid", str(tmp_path / "text.txt"))
     config = short("--train.epochs", "2", "--data.text.fraction", "0.2", *valid)
     data = prepared(make_plan(config))
+    assert "text.txt: the validation loss says nothing about new rows" in caplog.text
     assert data.report.startswith("20 % of it: 6 documents, 6 segments, 150 tokens")
     assert (len(data.train[""].documents) - 1, len(data.valid.documents) - 1) == (6, 30)
     # 155 tokens with the separators are 16 sequences, the last of five left out.
