@@ -74,6 +74,17 @@ SYSTEM_BEFORE_LAST_USER = (
     "{{ messages[0].content }} {% endif %}{{ m.content }} [/INST]{% elif m.role == 'assistant' %}"
     " {{ m.content }}<|end|>{% endif %}{% endfor %}"
 )
+CALLS_WITHOUT_END = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call>"
+    "{{ '\n' }}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}<|turn|>system\nYou may call a tool.<|end|>"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+CONTINUES = (
+    "{% for m in messages %}{% if not (loop.last and m.role == 'assistant' and add_generation_prompt) %}"
+    "<|turn|>{{ m.role }}\n{{ '<think>\n' if loop.last and m.role == 'assistant' }}{{ m.content }}\n<|end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n<think>\n"
+    "{{ messages[-1].content if messages[-1].role == 'assistant' }}{% endif %}"
+)
 ID_OF_OLDER_CALLS = CALLS.replace("</call>", "{{ '' if loop.last else ' id 7' }}</call>")
 
 TEXT_BEHIND_RESULTS = (

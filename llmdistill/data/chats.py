@@ -223,8 +223,10 @@ class _Chat:
             others = [self._render([*before, other, *after]) for other in made_up]
         answer = shared_length(self.text, *others)
         common = shared_length(self.text, prompt)
-        # They differ in the header of the answer at most.
-        if common >= len(prompt) - len(self.frame.prompt):
+        # They differ in the header of the answer at most. A prompt may also go on with an answer (Nemotron Nano).
+        before_it = str(self.messages[place - 1]["content"]).strip()
+        goes_on = bool(before_it) and before_it in prompt[common:]
+        if common >= len(prompt) - len(self.frame.prompt) and not goes_on:
             return min(common, answer)
         # The template renders the earlier messages differently once an answer follows. The answer then begins after its
         # header, or, where that header does not follow the earlier messages, at its first own character.
@@ -245,7 +247,12 @@ class _Chat:
         stripped = self.text.removesuffix(tail[len(last) :]).rstrip()
         # A call of a tool may have an end of its own, such as <|call|> (gpt-oss).
         is_other = any(stripped.endswith(token.content) for token in self.tokenizer.added_tokens_decoder.values())
-        return (len(stripped), True) if last and is_other and len(stripped) > begin else (len(self.text), False)
+        if last and is_other and len(stripped) > begin:
+            return len(stripped), True
+        # A turn that the template writes behind every answer, and no end before it (a call in Command R+).
+        if tail[len(last) :].strip() and len(begin_of_next := self.text.removesuffix(tail[len(last) :])) > begin:
+            self.text = begin_of_next.rstrip()
+        return len(self.text), False
 
     def find_parts(self, place: int) -> list[tuple[int, int]]:
         """Return where an older answer stands in the text, with the end of its turn: nearly always one part."""

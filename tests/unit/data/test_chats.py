@@ -14,8 +14,10 @@ import pytest
 from byte_tokenizers import byte_level
 from chat_templates import (
     CALLS,
+    CALLS_WITHOUT_END,
     CALLS_WITHOUT_TEXT,
     CHATML,
+    CONTINUES,
     FORGETS,
     ID_OF_OLDER_CALLS,
     IN_PARTS,
@@ -296,6 +298,34 @@ def test_a_system_turn_that_stands_in_prompts_alone_is_learned_behind():
     assert (
         item.last_prompt == tokenizer.apply_chat_template(chat[:-1])["input_ids"] == item.ids[: len(item.last_prompt)]
     )
+
+
+def test_a_call_without_an_end_before_a_turn_of_the_template_gets_the_end_of_a_turn():
+    """Command R+ writes an instruction behind every conversation, and no end behind a call."""
+    tokenizer = chatting(CALLS_WITHOUT_END)
+    behind = "<|turn|>system\nYou may call a tool.<|end|>"
+    for chat, learned in (
+        ([ASKS, CALL], ["<call>f</call><|end|>"]),
+        ([ASKS, COLD, ASKS, CALL], ["Cold.<|end|>", "<call>f</call><|end|>"]),
+        ([ASKS, CALL, RESULT, COLD], ["<call>f</call>", "Cold.<|end|>"]),
+    ):
+        whole = tokenizer.apply_chat_template(chat, tokenize=False)
+        assert whole.endswith(behind)
+        [item] = encode([parse_row({"messages": chat}, "a")], tokenizer, LONG).items
+        assert parts_of(tokenizer, item) == learned
+        text = tokenizer.decode(item.ids)
+        assert text == (whole if chat[-1] is COLD else whole.removesuffix("\n" + behind) + "<|end|>")
+
+
+def test_answers_in_a_row_are_learned_where_a_prompt_goes_on_with_an_answer():
+    """Nemotron Nano's prompt after an answer is that answer without its end, behind another header."""
+    tokenizer, said = chatting(CONTINUES), [{"role": "assistant", "content": text} for text in ("Hi.", "Yes.", "No.")]
+    chat = [ASKS, said[0], said[1], ASKS, said[2]]
+    for length in (2, 3, 5):
+        [item] = encode([parse_row({"messages": chat[:length]}, "a")], tokenizer, LONG).items
+        assert item.ids == tokenizer.apply_chat_template(chat[:length])["input_ids"]
+        expected = [turn["content"] + "\n<|end|>" for turn in chat[:length] if turn["role"] == "assistant"]
+        assert [part.removeprefix("<think>\n") for part in parts_of(tokenizer, item)] == expected
 
 
 class TestLimits:
