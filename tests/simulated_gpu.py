@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,6 +43,7 @@ import llmdistill  # noqa: E402
 from llmdistill.batch import Batch  # noqa: E402
 from llmdistill.config import FactorizeConfig  # noqa: E402
 from llmdistill.embedded import locate  # noqa: E402
+from llmdistill.generation import row_draws  # noqa: E402
 from llmdistill.generation.decode import Decoding, generate_passes  # noqa: E402
 from llmdistill.methods import build_method  # noqa: E402
 from llmdistill.methods.kd import KdConfig  # noqa: E402
@@ -254,7 +256,8 @@ def answer(device: torch.device, count: int) -> list[str]:
         sample=True, max_prompt_length=20, max_length=32, top_p=0.9, top_k=20, no_repeat_ngram_size=3, batch_size=2
     )
     prompts = [tokenizer(text)["input_ids"] for text in ("What is the lamp", "Name a", "Who", "The sea is")][:count]
-    return generate_passes(model, tokenizer, prompts, decoding, seeds=[1])[0].texts
+    with patch.object(row_draws, "cut_to_top_p", partial(row_draws.cut_to_top_p, most=5)):
+        return generate_passes(model, tokenizer, prompts, decoding, seeds=[1])[0].texts
 
 
 def compare(device: torch.device, count: int) -> list[float]:

@@ -80,14 +80,16 @@ class RowSamples(RowDraws):
 def cut_to_top_p(logits_BV: Tensor, top_p: float, most: int = 1024) -> Tensor:
     """Return logits with -inf but for the smallest set of tokens whose total probability is at least top_p.
 
-    Only the `most` likely tokens are sorted where they are enough.
+    On a CPU only the `most` likely tokens are sorted where they are enough.
     """
     if top_p >= 1:
         return logits_BV
     probs_BV = logits_BV.softmax(-1)
-    most = min(most, logits_BV.shape[-1])
+    vocabulary = probs_BV.shape[-1]
+    # On a GPU the host would wait for the check whether they are enough.
+    most = min(most, vocabulary) if logits_BV.device.type == "cpu" else vocabulary
     top_BK, tokens_BK = probs_BV.topk(most)
-    if bool((top_BK.sum(-1) < top_p).any()):
+    if most < vocabulary and bool((top_BK.sum(-1) < top_p).any()):
         top_BK, tokens_BK = probs_BV.sort(descending=True)
     # A token stays if those before it are less than top_p, so that the first one always does.
     stays_BK = top_BK.cumsum(-1) - top_BK < top_p

@@ -35,3 +35,8 @@ def test_a_step_asks_for_no_value(found, name):
 
 def test_the_start_asks_as_often_for_four_batches_as_for_two(found):
     assert found["start"]["waits of 4"] == found["start"]["waits of 2"]
+
+
+def test_sampling_asks_once_a_token(found):
+    """As transformers' generate does, to see whether all rows have ended."""
+    assert not [place for place in found["answer"]["waits of 4"] if "row_draws" in place]
