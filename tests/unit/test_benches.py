@@ -285,6 +285,13 @@ def test_tokens_scores_by_plain_logits_and_goes_on(monkeypatch, tmp_path):
     assert after["seen"] >= 900
     assert after["averaged"]["kl"] == pytest.approx(after["kl"], rel=1e-5)  # an average over one token is the student
 
+    monkeypatch.setattr(
+        sys, "argv", ["bench_tokens", *words.replace("out.jsonl", "padded.jsonl").split(), "--rows_at_a_time", "3"]
+    )
+    bench_tokens.main()
+    padded = [json.loads(line)["kl"] for line in Path("padded.jsonl").read_text().splitlines()]
+    assert padded == pytest.approx([before["kl"], after["kl"]], rel=1e-3)
+
 
 @pytest.mark.parametrize(
     ("size", "parameters"), [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("8b", 7_504_924_672), ("tiny", 106_048)]
