@@ -20,7 +20,7 @@ from llmdistill.internals.transformers_names import leave_out_of_files
 from llmdistill.messages import say
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import max_positions
-from llmdistill.models.heads import EMBEDDINGS, find_head
+from llmdistill.models.heads import CLASSES, EMBEDDINGS, find_head
 from llmdistill.models.pooling import has_dense, read_sentence_settings
 from llmdistill.objective import Objective, Pooling, PoolingMode
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
@@ -33,6 +33,11 @@ _HOOKED = "_llmdistill_hooked"
 """Attribute of a model that has the hooks of a loss."""
 Inputs = Mapping[str, Any]
 """A batch from a data collator of transformers: see `DistillationLoss.__call__`."""
+_READ = (
+    *("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids"),
+    *("next_sentence_label", "start_positions", "end_positions"),
+)
+"""The keys of a batch that may be read."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,8 @@ class DistillationLoss:
             UserError: a setting does not exist or is invalid, the method cannot compare the models, or a model already
                 has the hooks of another loss.
         """
+        run = student  # a compiled model or one with adapters, which runs as it is
+        teacher, student = _unwrapped("teacher", teacher), _unwrapped("student", student)
         for role, model in (("teacher", teacher), ("student", student)):
             if getattr(model, _HOOKED, False):
                 raise UserError(f"the {role} is tapped already: call remove() of the other DistillationLoss first")
@@ -123,6 +130,8 @@ class DistillationLoss:
             raise UserError(f"tokenizers are given, but method {' + '.join(names)} needs the same tokens: take kd")
         own = method_settings(names, settings or {}, keywords, METHODS)
         self.method: Method = build_method(names, own, teacher.config, student.config, self.objective)
+        if teacher is student and self.method.needs_teacher:
+            raise UserError("teacher and student are one model: give two, such as copy.deepcopy(model) as the teacher")
         if "dense" in self.method.projections:
             raise UserError(
                 "embedding.projection is keep, but the files of sentence-transformers are written by the main job "
@@ -136,8 +145,14 @@ class DistillationLoss:
                 "tokenizers=(student's, teacher's), or if the larger vocabulary is only padded, vocabulary=the number "
                 "of tokens that both have"
             )
+        if vocabulary is not None and not 1 <= vocabulary <= min(sizes):
+            raise UserError(
+                f"vocabulary is {vocabulary}, but the models have {sizes[0]} and {sizes[1]} tokens: give at most that"
+            )
         teacher.eval()
-        self._forward: Callable[..., Any] = student
+        self._check_heads()
+        self._forward: Callable[..., Any] = run
+        self._run_by_default = run
         self._is_checked = False
         projectors = add_projectors(student, self.method.projections, seed).to(student.device)
         ignored = {f"{PROJECTORS}.{name}" for name in projectors.state_dict()}
@@ -187,12 +202,15 @@ class DistillationLoss:
         Raises:
             UserError: the method needs labels, and the batch has none; or it is no batch.
         """
-        if batch is None or unpacked or "input_ids" not in batch:
+        if not isinstance(batch, Mapping) or unpacked or "input_ids" not in batch:
             given = f"the keyword {next(iter(unpacked))}" if unpacked else f"a {type(batch).__name__} without input_ids"
             raise UserError(
                 f"the loss was called with {given}: give the batch as it is, loss(batch), not loss(**batch)"
             )
-        located = self.as_batch(batch).with_positions(shift=self.method.shift).to(self.student.device)
+        made = self.as_batch(batch)
+        if not self._is_checked or made.input_ids.device.type == "cpu":  # a GPU is asked for values once
+            self._check_values(made)
+        located = made.with_positions(shift=self.method.shift).to(self.student.device)
         counts: Mapping[Positions, Tensor] = located.counts()
         if isinstance(num_items_in_batch, Mapping):
             counts = {name: num_items_in_batch[name].to(located.input_ids.device) for name in POSITIONS}
@@ -204,7 +222,7 @@ class DistillationLoss:
         if self.method.needs_teacher and self.teacher.device != located.input_ids.device:
             self.teacher.to(cast(Any, located.input_ids.device))
         teacher_outputs = None
-        self._forward = self.student if model is None else model
+        self._forward = self._run_by_default if model is None else model
         try:
             if not self._is_checked and self.method.token_terms:
                 # At the first batch, where all ranks call the loss together, both models choose how they give losses.
@@ -222,8 +240,22 @@ class DistillationLoss:
             losses = self._tapped_student.compute_losses(
                 located, self.method.bind_terms(teacher_outputs, located, divisors)
             )
+        except IndexError as error:
+            length = located.input_ids.shape[1]
+            for role, each in (("teacher", self.teacher), ("student", self.student)):
+                if (positions := max_positions(each.config, length)) < length:
+                    raise UserError(
+                        f"the batch has rows of {length} tokens, but the {role} has positions for {positions}: cut the "
+                        "rows to that"
+                    ) from error
+            raise
         finally:
-            self._forward = self.student
+            self._forward = self._run_by_default
+        if torch.is_grad_enabled() and self.student.training and not losses.total.requires_grad:
+            raise UserError(
+                "no parameter of the student is learned: call student.requires_grad_(), or load its adapter with "
+                "is_trainable=True"
+            )
         terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}
         return LossOutput(losses.total, {name: terms[name] for name in self.method.weights})
 
@@ -242,7 +274,10 @@ class DistillationLoss:
 
     def as_batch(self, inputs: Inputs) -> Batch:
         """Convert a batch from a data collator of transformers to a `Batch`."""
+        inputs = {**inputs, **{key: _as_tensor(key, inputs[key]) for key in _READ if inputs.get(key) is not None}}
         input_ids: Tensor = inputs["input_ids"]
+        if input_ids.dim() != 2 or not input_ids.numel():
+            raise UserError(f"input_ids have the shape {tuple(input_ids.shape)}: give rows of tokens (B, T)")
         mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
         if mask is None:  # several sequences in a row, each starting at position 0; or rows without padding
             mask = torch.ones_like(input_ids) if position_ids is None else (position_ids == 0).cumsum(-1)
@@ -255,6 +290,19 @@ class DistillationLoss:
                     "the batch has no labels, which the method's terms on the output need: add labels (B, T)"
                 )
             labels = torch.full_like(input_ids, IGNORE_INDEX)
+        for key, value in (("attention_mask", mask), ("labels", labels)):
+            if value.shape != input_ids.shape:
+                raise UserError(
+                    f"{key} has the shape {tuple(value.shape)}, and input_ids {tuple(input_ids.shape)}: give both as "
+                    "(B, T)"
+                )
+        if targets is not None and self.objective.targets is CLASSES:
+            targets = targets.flatten() if targets.shape == (len(input_ids), 1) else targets
+            if targets.shape != (len(input_ids),) or targets.is_floating_point():
+                raise UserError(
+                    f"the classes have the shape {tuple(targets.shape)} and are {targets.dtype}: give one class a "
+                    "sequence, as integers (B,); several classes of one sequence are not learned"
+                )
         return Batch(
             input_ids=input_ids,
             attention_mask=mask,
@@ -273,8 +321,79 @@ class DistillationLoss:
         if hasattr(self.student, PROJECTORS):
             delattr(self.student, PROJECTORS)
 
+    def _check_heads(self) -> None:
+        """Raise a UserError if a model lacks the head that the method reads, or the classes of the heads differ."""
+        models = {"student": self.student, **({"teacher": self.teacher} if self.method.needs_teacher else {})}
+        if self.objective.tokens:
+            reads = {"student": bool(self.method.token_terms), "teacher": bool(self.method.teacher_positions)}
+            for role, model in models.items():
+                if reads[role] and model.get_output_embeddings() is None:
+                    raise UserError(
+                        f"the {role} is a {type(model).__name__}, which has no language-model head: load it by "
+                        "AutoModelForCausalLM, or an encoder by AutoModelForMaskedLM"
+                    )
+        elif self.objective.targets is CLASSES:
+            counts = {role: model.config.num_labels for role, model in models.items()}
+            if len(set(counts.values())) > 1:
+                raise UserError(
+                    f"teacher and student tell different numbers of classes apart ({counts}): give both as many"
+                )
+            if self.student.config.problem_type == "multi_label_classification":
+                raise UserError(
+                    "the student's problem_type is multi_label_classification, but a sequence has one class here: set "
+                    "it to single_label_classification"
+                )
+
+    def _check_values(self, batch: Batch) -> None:
+        """Raise a UserError for tokens, labels or classes that the student does not have."""
+        values: dict[str, tuple[Tensor, int]] = {"input_ids": (batch.input_ids, self.student.config.vocab_size)}
+        if self.objective.tokens:
+            values["labels"] = batch.labels, self.student.config.vocab_size
+        if batch.targets is not None and self.objective.targets is CLASSES:
+            values["classes"] = batch.targets, max(2, self.student.config.num_labels or 0)
+        for key, (tensor, count) in values.items():
+            used = tensor[tensor != IGNORE_INDEX] if key != "input_ids" else tensor
+            if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < count:
+                wrong = int(used.min()) if int(used.min()) < 0 else int(used.max())
+                nothing = "" if key == "input_ids" else f", or {IGNORE_INDEX} where nothing is learned"
+                raise UserError(f"{key} hold {wrong}: the student has 0 to {count - 1}{nothing}")
+
     def _run(self, **inputs: Any) -> Any:
         return self._forward(**inputs)
+
+
+def _unwrapped(role: str, model: Any) -> PreTrainedModel:
+    """Return the model of transformers in a compiled model, or in one with adapters of peft.
+
+    Raises:
+        UserError: there is none, or the adapters add tokens to the input, which no tap sees.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        if any(config.is_prompt_learning for config in model.peft_config.values()):
+            raise UserError(
+                f"the {role}'s adapter adds tokens to the input: take one that changes weights, such as LoRA"
+            )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"the {role} is a {type(model).__name__}: give a transformers PreTrainedModel, as from_pretrained loads it "
+            "(of a parallel model its .module, and the parallel model in each call: loss(batch, model=parallel))"
+        )
+    return model
+
+
+def _as_tensor(key: str, value: Any) -> Tensor:
+    """Return a value of a batch as a tensor, integers as int64."""
+    if not isinstance(value, Tensor):
+        try:
+            value = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{key} of the batch is a {type(value).__name__} that is no tensor: give a tensor (B, T), as the data "
+                "collators of transformers make it"
+            ) from error
+    return value.long() if value.dtype in (torch.int32, torch.int16, torch.int8, torch.uint8) else value
 
 
 def _find_pooling(teacher: PreTrainedModel, mode: PoolingMode | None) -> Pooling:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from llmdistill.batch import POSITIONS
+from llmdistill.errors import UserError
 from llmdistill.training.distillation_loss import DistillationLoss
 
 
@@ -56,6 +57,10 @@ class DistillationTrainer(Trainer):
         Raises:
             UserError: for the same errors as `DistillationLoss`.
         """
+        if args is not None and args.label_smoothing_factor:
+            raise UserError(
+                f"label_smoothing_factor is {args.label_smoothing_factor}, but the loss has no smoothing: set it to 0"
+            )
         given = {key if "." in key else f"{method}.{key}": value for key, value in (method_settings or {}).items()}
         self.distillation = DistillationLoss(
             teacher_model, model, method, also=also, settings=given, vocabulary=vocabulary

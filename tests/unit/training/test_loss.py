@@ -5,6 +5,7 @@ import json
 from functools import partial
 from operator import itemgetter
 
+import peft
 import pytest
 import torch
 from byte_tokenizers import TEXTS, byte_level
@@ -328,3 +329,95 @@ def test_a_batch_is_given_as_it_is_and_a_model_has_one_loss():
     DistillationLoss(teacher, student, "kd").remove()
     made = partial(DistillationLoss, tau=1)
     refuses("kd.tau: there is no such setting; here it is kd.temperature", made, teacher, student, "kd")
+
+
+def plain_terms(teacher, student, batch):
+    """kd's terms of whole logits: KL(teacher || student) and cross-entropy, means over the labels."""
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    with torch.no_grad():
+        theirs = teacher(**inputs).logits.log_softmax(-1)[:, :-1]
+    ours, labels = student(**inputs).logits.log_softmax(-1)[:, :-1], batch["labels"][:, 1:]
+    kl = functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)[labels != -100].mean()
+    return kl, functional.nll_loss(ours.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("wrap", ["adapters", "compiled adapters"])
+def test_models_with_adapters_and_compiled_ones_are_what_they_compute(wrap):
+    """A student and a teacher of peft, whose LM heads have adapters too, against plain formulas through peft itself."""
+    models = [make_llama(seed) for seed in (0, 1)]
+    if "adapters" in wrap:
+        settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
+        models = [peft.get_peft_model(model, settings) for model in models]
+    teacher, student = models
+    batch = make_batch()
+    expected = plain_terms(teacher, student, batch)
+    (sum(expected) / 2).backward()
+    gradients = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
+    student.zero_grad(set_to_none=True)
+    compiled = [torch.compile(model, backend="eager") for model in models] if "compiled" in wrap else models
+    result = DistillationLoss(*compiled, "kd", ratio=0.5)(batch)
+    result.backward()
+    torch.testing.assert_close([*result.terms.values()], [term.detach() for term in expected], rtol=1e-5, atol=1e-6)
+    learned = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
+    torch.testing.assert_close(learned, gradients, rtol=1e-4, atol=1e-6)
+    assert all("lora" in name for name in learned) == ("adapters" in wrap)
+
+
+def test_batches_of_lists_arrays_and_small_integers_are_those_of_tensors():
+    loss, batch = DistillationLoss(make_llama(0), make_llama(1), "kd"), make_batch()
+    expected = loss(batch).loss.item()
+    for convert in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.int, torch.Tensor.short):
+        assert loss({key: convert(value) for key, value in batch.items()}).loss.item() == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"labels": torch.full((3, 9), 5)}, r"labels has the shape \(3, 9\), and input_ids \(3, 10\)"),
+        ({"attention_mask": torch.ones(3, 1, 10, 10)}, r"attention_mask has the shape \(3, 1, 10, 10\)"),
+        ({"labels": torch.full((3, 10), -1)}, "labels hold -1: the student has 0 to 49, or -100 where"),
+        ({"labels": torch.full((3, 10), 50)}, "labels hold 50: the student has 0 to 49, or -100 where"),
+        ({"input_ids": torch.full((3, 10), 50)}, "input_ids hold 50: the student has 0 to 49"),
+        ({"input_ids": torch.ones(10, dtype=torch.long)}, r"input_ids have the shape \(10,\): give rows of tokens"),
+        ({"input_ids": torch.ones(0, 10, dtype=torch.long)}, r"input_ids have the shape \(0, 10\)"),
+        ({"labels": [[1, 2], [3]]}, r"labels of the batch is a list that is no tensor"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused_in_one_sentence(changes, said):
+    loss = DistillationLoss(make_llama(0), make_llama(1), "kd")
+    with pytest.raises(UserError, match=said):
+        loss({**make_batch(), **changes})
+
+
+def test_models_that_do_not_fit_a_loss_are_refused_in_one_sentence():
+    llama, classifier = make_llama(1), partial(make_bert, BertForSequenceClassification)
+    prompts = peft.get_peft_model(make_llama(2), peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    for teacher, student, said in (
+        ("gpt2", llama, "the teacher is a str: give a transformers PreTrainedModel"),
+        (llama, None, "the student is a NoneType"),
+        (make_llama(0), torch.nn.DataParallel(llama), "the student is a DataParallel"),
+        (llama, llama, "teacher and student are one model"),
+        (llama, prompts, "the student's adapter adds tokens to the input"),
+        (make_llama(0), llama.model, "the student is a LlamaModel, which has no language-model head"),
+        (classifier(0, num_labels=2), classifier(1, num_labels=3), "tell different numbers of classes apart"),
+        (classifier(0), classifier(1, problem_type="multi_label_classification"), "but a sequence has one class here"),
+    ):
+        refuses(said, DistillationLoss, teacher, student, "kd")
+    refuses("vocabulary is 51, but", DistillationLoss, make_llama(0), make_llama(1), "kd", vocabulary=51)
+    smoothed = TrainingArguments(label_smoothing_factor=0.1)
+    refuses("label_smoothing_factor is 0.1", DistillationTrainer, make_llama(0), make_llama(1), smoothed, method="kd")
+    learned = DistillationLoss(llama, llama, "sft")(make_batch())  # which reads no teacher
+    assert learned.terms["label"] > 0
+    short = (
+        tiny_model("gpt2", seed=0, vocab_size=VOCABULARY, n_positions=8),
+        tiny_model("gpt2", seed=1, vocab_size=VOCABULARY, n_positions=8),
+    )
+    refuses("has rows of 10 tokens, but the teacher has positions for 8", DistillationLoss(*short, "kd"), make_batch())
+    frozen = make_llama(1).train().requires_grad_(False)
+    refuses("no parameter of the student is learned", DistillationLoss(make_llama(0), frozen, "kd"), make_batch())
+    two = classifier(0, num_labels=3), classifier(1, num_labels=3)
+    loss, batch = DistillationLoss(*two, "kd"), make_batch()
+    refuses("classes hold 3: the student has 0 to 2", loss, {**batch, "labels": torch.tensor([1, 2, 3])})
+    refuses("give one class a sequence", loss, {**batch, "labels": torch.eye(3)})
+    columns = loss({**batch, "labels": torch.tensor([[0], [1], [2]])}).loss
+    assert columns == loss({**batch, "labels": torch.tensor([0, 1, 2])}).loss
