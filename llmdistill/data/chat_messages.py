@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
-from llmdistill.data.readers import with_names
+from llmdistill.data.readers import by_lower_case, with_names
 from llmdistill.errors import UserError
 from llmdistill.files import has_half_surrogate, parse_json
 
@@ -46,7 +46,7 @@ _ROLES = {
 }
 _NAMES = frozenset(("role", "from"))
 """Keys of which a message has one."""
-_KEYS = (*_NAMES, "content", "value")
+_KEYS = by_lower_case((*_NAMES, "content", "value"))
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
 
 LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_weight")

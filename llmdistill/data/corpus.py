@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.data.memory import rows_in_memory
 from llmdistill.data.random_streams import DOCUMENTS
-from llmdistill.data.readers import READERS, content_sha256, text_lines, with_names
+from llmdistill.data.readers import READERS, by_lower_case, content_sha256, text_lines, with_names
 from llmdistill.data.references import text_files
 from llmdistill.data.sources import Data, open_rows
 from llmdistill.data.store import pieces, read_meta, store, token_dtype, tokenizer_fingerprint
@@ -176,9 +176,10 @@ def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
 
 def find_words(words: str, data: Data, field: str = "text") -> str:
     """Return where words first occur in a text: file and line of a plain text, file and place of a row."""
+    names = by_lower_case([field])
     if not isinstance(data, str | Path):
         rows = (
-            row if isinstance(row, str) else str(with_names(row, (field,), "data").get(field))
+            row if isinstance(row, str) else str(with_names(row, names, "data").get(field))
             for row in rows_in_memory(data)
         )
         return next((f"row {number}" for number, text in enumerate(rows, start=1) if words in text), "data")
@@ -188,7 +189,7 @@ def find_words(words: str, data: Data, field: str = "text") -> str:
             places = ((line, f"{file}:{number}") for number, line in enumerate(text_lines(file), start=1))
         else:
             places = (
-                (str(with_names(row, (field,), source).get(field)), source)
+                (str(with_names(row, names, source).get(field)), source)
                 for row, source in open_rows(file or data, streaming=True)
             )
         place_of_words = next((place for text, place in places if words in text), None)
@@ -239,8 +240,9 @@ def draw_documents(segments: Segments, fraction: float, seed: int) -> Segments:
 
 
 def _read_rows(file_number: int, reference: str | Path, field: str, keep_ends: bool) -> Segments:
+    names = by_lower_case([field])
     for document, (row, source) in enumerate(open_rows(reference, streaming=True)):
-        text = with_names(row, (field,), source).get(field)
+        text = with_names(row, names, source).get(field)
         if text is None:
             raise UserError(
                 f'{source}: the key "{field}" is missing (there are {sorted(row)}); '

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
-from llmdistill.data.readers import with_names, without_nulls
+from llmdistill.data.readers import by_lower_case, with_names, without_nulls
 from llmdistill.data.rows import FORMAT_KEYS
 from llmdistill.errors import UserError
 
@@ -71,7 +71,9 @@ def without_format(data: Any) -> Iterable[Any]:
 
 def has_columns(data: object) -> bool:
     """Return whether a dict holds the columns of one set, not several sets or settings: it has a key of a row."""
-    return isinstance(data, Mapping) and any(key in with_names(data, FORMAT_KEYS, "data") for key in FORMAT_KEYS)
+    if not isinstance(data, Mapping):
+        return False
+    return not with_names(data, by_lower_case(FORMAT_KEYS), "data").keys().isdisjoint(FORMAT_KEYS)
 
 
 def _rows_of_columns(columns: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:

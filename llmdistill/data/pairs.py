@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.data.collate import pad_rows, padding_mask, sample_id
-from llmdistill.data.readers import text_lines, with_names
+from llmdistill.data.readers import by_lower_case, text_lines, with_names
 from llmdistill.data.references import is_weighted, parts_of
 from llmdistill.data.sources import open_rows
 from llmdistill.data.store import TOKEN_IDS, Schema
@@ -31,6 +31,8 @@ _TRIPLE = (("query", "anchor"), ("positive",), ("negative",))
 TRIPLE = len(_TRIPLE)
 """The number of sentences of a triple."""
 _SCORES = ("score", "similarity_score", "label")
+_FIELD_NAMES = by_lower_case(FIELDS)
+_PAIR_NAMES = by_lower_case((*_PAIR, *_SCORES))
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def read_sentences(reference: str | Path) -> list[str]:
                 sentences |= {pair.sentence1: None, pair.sentence2: None}
         else:
             for given, place in open_rows(part.reference):
-                row = with_names(given, FIELDS, place)
+                row = with_names(given, _FIELD_NAMES, place)
                 texts = [row[key] for key in FIELDS if isinstance(row.get(key), str) and row[key].strip()]
                 if not texts:
                     raise UserError(f"{place}: no sentence under any of {', '.join(FIELDS)}; name its column so")
@@ -177,7 +179,7 @@ def read_triples(reference: str | Path) -> list[str]:
         raise UserError(f"{reference}: has no rows of query, positive, negative (data.sentences.triples); name a JSONL")
     sentences: list[str] = []
     for given, place in open_rows(reference):
-        row = with_names(given, FIELDS, place)
+        row = with_names(given, _FIELD_NAMES, place)
         texts = [next((row[key] for key in keys if key in row), None) for keys in _TRIPLE]
         triple = [text for text in texts if isinstance(text, str) and text.strip()]
         if len(triple) != TRIPLE:
@@ -201,7 +203,7 @@ def read_pairs(reference: str | Path) -> list[SentencePair]:
     is_plain = _is_plain(path)
     pairs = list(_read_plain_pairs(path)) if is_plain else []
     for given, place in () if is_plain else open_rows(reference):
-        row = with_names(given, (*_PAIR, *_SCORES), place)
+        row = with_names(given, _PAIR_NAMES, place)
         texts = [row.get(key) for key in _PAIR]
         score = next((_parse_number(row[key]) for key in _SCORES if key in row), None)
         if score is None or not all(isinstance(text, str) and text.strip() for text in texts):

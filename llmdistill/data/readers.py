@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -34,19 +34,24 @@ _MOST_BYTES_OF_PAGES = 256_000_000
 _A_LINE = "write one object a line"
 
 
-def with_names(row: Mapping[str, Any], names: Hashable, place: str) -> Mapping[str, Any]:
-    """Return a row whose columns in another case have the name of `names` that they match, a tuple or frozenset.
+def by_lower_case(names: Iterable[str]) -> dict[str, str]:
+    """Return the names by what they are in lower case, for `with_names`."""
+    return {name.lower(): name for name in names}
+
+
+def with_names(row: Mapping[str, Any], names: Mapping[str, str], place: str) -> Mapping[str, Any]:
+    """Return a row whose columns in another case have the name that they match, of names by lower case.
 
     A column that has exactly this name takes precedence, and spaces around a name say nothing.
 
     Raises:
         UserError: several columns match one name.
     """
-    if row.keys() <= (by_lower := _by_lower(names)).keys():
+    if all(names.get(key) == key for key in row):
         return row
     named: dict[Any, str] = {}
     for key in row:
-        name = by_lower.get(key.strip().lower(), key) if isinstance(key, str) else key
+        name = names.get(key.strip().lower(), key) if isinstance(key, str) else key
         if name == key or name in row:
             continue
         if name in named.values():
@@ -54,11 +59,6 @@ def with_names(row: Mapping[str, Any], names: Hashable, place: str) -> Mapping[s
             raise UserError(f'{place}: the keys {twice} differ in their case alone; call the one to read "{name}"')
         named[key] = name
     return {named.get(key, key): value for key, value in row.items()} if named else row
-
-
-@lru_cache
-def _by_lower(names: Any) -> dict[str, str]:
-    return {name.lower(): name for name in names}
 
 
 def text_lines(path: Path, *, newline: str | None = None) -> Iterator[str]:

@@ -23,7 +23,7 @@ from llmdistill.data.chat_messages import (
     parse_messages,
 )
 from llmdistill.data.examples import Example
-from llmdistill.data.readers import with_names
+from llmdistill.data.readers import by_lower_case, with_names
 from llmdistill.errors import UserError
 
 _ASKS = {
@@ -73,10 +73,10 @@ _SPECIAL = frozenset((*_REFUSED, *_WITHOUT_TEMPLATE, *_CHOICES, *_NOT_READ, *_LA
 }
 """Keys that change what a row means; most rows have none, and are parsed in half the time."""
 
-_KEYS = frozenset(
+_KEYS = by_lower_case(
     (*_ASKS, *_ANSWERS, *_CHATS, *_COMPLETIONS, _CHOSEN, "data", "prompt", "input", "context", "teacher", *_SPECIAL)
 )
-"""All keys that are read or refused."""
+"""All keys that are read or refused, by lower case."""
 
 
 class LeftOut(UserError):

@@ -14,7 +14,16 @@ from typing import Any, Literal
 
 from llmdistill.data.examples import Example
 from llmdistill.data.memory import rows_in_memory, without_format
-from llmdistill.data.readers import READERS, Rows, first_line, read_error, read_jsonl, with_names, without_nulls
+from llmdistill.data.readers import (
+    READERS,
+    Rows,
+    by_lower_case,
+    first_line,
+    read_error,
+    read_jsonl,
+    with_names,
+    without_nulls,
+)
 from llmdistill.data.references import local_files, parts_of
 from llmdistill.data.rows import FORMAT_KEYS, describe_left_out, parse_rows
 from llmdistill.embedded import locate_data
@@ -244,7 +253,7 @@ def kind_of(data: Data, *, field: str = "text", name: str = "data") -> DataKind:
         return "text"
     if not isinstance(first, Mapping):
         return "instructions"
-    keys = with_names(first, (*FORMAT_KEYS, field), name).keys()
+    keys = with_names(first, by_lower_case((*FORMAT_KEYS, field)), name).keys()
     is_instruction = not keys.isdisjoint(set(FORMAT_KEYS).difference(_ABOUT_A_TEXT))
     return "text" if field in keys and not is_instruction else "instructions"
 

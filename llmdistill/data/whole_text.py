@@ -44,7 +44,7 @@ class WholeText(NamedTuple):
                 rows = ((row, f"row {number}") for number, row in enumerate(rows_in_memory(self.data), start=1))
             texts = []
             for row, source in rows:
-                row_text = with_names(row, ("text",), source).get("text") if isinstance(row, Mapping) else row
+                row_text = with_names(row, {"text": "text"}, source).get("text") if isinstance(row, Mapping) else row
                 if not isinstance(row_text, str):
                     keys_or_type = sorted(row) if isinstance(row, Mapping) else type(row).__name__
                     raise UserError(f'{source}: the key "text" is missing or no string (there are {keys_or_type})')

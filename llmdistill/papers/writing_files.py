@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from llmdistill.config.data import TaskConfig
 from llmdistill.data.questions import QuestionExample
-from llmdistill.data.readers import READERS, with_names
+from llmdistill.data.readers import READERS, by_lower_case, with_names
 from llmdistill.data.sources import open_rows
 from llmdistill.data.targets import TargetExample
 from llmdistill.errors import UserError
@@ -32,7 +32,7 @@ _PAIRS = (
     ("text", "summary"),
 )
 """The keys of source and target in rows."""
-_KEYS = (*chain.from_iterable(_PAIRS), "answer")
+_KEYS = by_lower_case((*chain.from_iterable(_PAIRS), "answer"))
 
 
 @dataclass(frozen=True, kw_only=True)
