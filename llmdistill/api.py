@@ -30,7 +30,7 @@ from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError, check_name
 from llmdistill.models.configs import load_config
-from llmdistill.models.families import is_causal
+from llmdistill.models.families import is_causal, max_positions
 from llmdistill.models.load import load_model
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.runtime.distributed import World, init_distributed, on_main
@@ -309,6 +309,8 @@ def distill(
     """
     from llmdistill.studies.distillation import run_chain  # the other functions need no libraries of training
 
+    if teacher is None:
+        raise UserError("teacher is None: give a transformers PreTrainedModel, a folder or a hub name")
     check_model_types(teacher=teacher, student=student)
     given = RunInputs(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
     config = given.make_config({**(settings or {}), "method": method}, keywords, output_dir)
@@ -415,13 +417,16 @@ def evaluate(
     read = {
         name: WholeText(text).read() for name, text in texts.items()
     }  # a missing file is an error before anything is loaded
-    # A text shorter than the default window is scored in one piece; one that was asked for is not changed.
-    windows_of_text = WindowSizes(window or length, generation.stride, generation.limit, shorten=window is None)
     scores = {}
     # In a distributed program of the user, every rank scores its own model: no rank waits for another.
     with evaluation_mode(model, head="lm_head") as loaded, World.alone().entered():
         for name, text in texts.items():
             if is_causal(loaded.config):
+                # The default window is no longer than the text and the model; one that was asked for is not changed.
+                most = length if "max_length" in limits else max_positions(loaded.config, length)
+                windows_of_text = WindowSizes(
+                    window or most, generation.stride, generation.limit, shorten=window is None
+                )
                 windows = cut_windows(read[name], own, loaded.config, windows_of_text, name=name, data=text)
                 scores[name] = score_windows(loaded, windows, batch_size=size, name=name)
             else:

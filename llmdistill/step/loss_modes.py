@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+
+import torch
+from torch import nn
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
-from llmdistill.runtime.distributed import all_reduce_sum
+from llmdistill.runtime.distributed import all_reduce_sum, gather_objects
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.own_loss import OwnLoss, measure_own_loss
 from llmdistill.step.teacher import Teacher
 
+_WHOLE = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights that are not of few bits."""
 LossModes = Mapping[str, Mapping[str, bool]]
 """`TappedModel.shortcut` and `TappedModel.makes_mask` of each model, by its name; a checkpoint stores them."""
 
@@ -27,13 +33,22 @@ def choose_loss_modes(models: Mapping[str, TappedModel], batch: Batch) -> LossMo
 
     Every rank must call this function, with models in evaluation mode and its own first batch, and all decide alike. A
     model without an LM head is left as it is. Returns the modes in which the models run from now on. Raises UserError
-    if our loss differs from the loss of a model, and the batch needs our attention masks.
+    if our loss differs from the loss of a model, and the batch needs our attention masks; or if a model has parameters
+    that are not finite.
     """
     loss_modes: dict[str, dict[str, bool]] = {}
     for name, tapped in models.items():
         if not tapped.has_lm_head:
             continue
         loss = measure_own_loss(tapped, batch, all_reduce_sum)
+        if not math.isfinite(loss.own):
+            # To look at the weights whenever a model is loaded takes up to a third of the time of loading.
+            of_ranks = gather_objects(first_not_finite_parameter(tapped.model))
+            broken = next((found for found in of_ranks if found is not None), None)
+            if broken is not None:
+                raise UserError(
+                    f"the {name}'s parameter {broken} has values that are not finite: copy or download the model again"
+                )
         shortcut, makes_mask = loss.has_plain_head and loss.is_ours, tapped.makes_mask or not loss.is_ours
         if not shortcut:
             print_main(f"Note        {name}: {_describe_difference(tapped, loss)}")
@@ -46,6 +61,13 @@ def choose_loss_modes(models: Mapping[str, TappedModel], batch: Batch) -> LossMo
         loss_modes[name] = {"shortcut": shortcut, "makes_mask": makes_mask}
     set_loss_modes(models, loss_modes)
     return loss_modes
+
+
+def first_not_finite_parameter(model: nn.Module) -> str | None:
+    """Return the name of the first parameter with a value that is not finite, under ZeRO-3 in this rank's shard."""
+    named = ((name, getattr(each, "ds_tensor", each)) for name, each in model.named_parameters())
+    plain = ((name, each) for name, each in named if each.dtype in _WHOLE and not each.is_meta)
+    return next((name for name, each in plain if not each.isfinite().all()), None)
 
 
 def set_loss_modes(models: Mapping[str, TappedModel], loss_modes: LossModes) -> None:

@@ -187,7 +187,8 @@ class HookSums:
         for (name, _), is_finite in zip(named, finite, strict=True):
             if not is_finite:
                 raise UserError(
-                    f"{name} are not finite on the calibration data: name other data, or load the model as fp32"
+                    f"{name} are not finite on the calibration data: name other data, load the model as fp32, "
+                    "or copy or download it again if its weights are not"
                 )
         return int(self.tokens)
 

@@ -29,6 +29,7 @@ from llmdistill.models.heads import HeadName
 from llmdistill.models.load import folder_damage, load_model
 from llmdistill.models.tokenizer import brings_tokenizer, fit_tokenizer, load_tokenizer
 from llmdistill.runtime.devices import TORCH_DTYPES, choose_dtype, default_device
+from llmdistill.step.loss_modes import first_not_finite_parameter
 from llmdistill.training.rules import check_settings
 from llmdistill.training.run_folder import INPUTS
 
@@ -202,6 +203,9 @@ def evaluation_mode(model: Model, *, head: HeadName) -> Iterator[PreTrainedModel
         device = default_device()
         dtype = TORCH_DTYPES[choose_dtype("auto", device)]
         loaded = load_model(locate(str(model)), dtype=dtype, device=device, head=head)
+    # Next to a score this takes no time; greedy answers of such a model are tokens like any others.
+    if (broken := first_not_finite_parameter(loaded)) is not None:
+        raise UserError(f"the model's parameter {broken} has values that are not finite: copy or download it again")
     was_training = loaded.training
     loaded.eval()
     try:

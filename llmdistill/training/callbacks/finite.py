@@ -22,6 +22,7 @@ from llmdistill.runtime.devices import to_host_later
 from llmdistill.runtime.distributed import World, all_reduce_sum, gather_objects, on_every, on_main
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.runtime.training_state import fragments
+from llmdistill.step.loss_modes import first_not_finite_parameter
 from llmdistill.training.callbacks.base import StepTerms, TrainState
 
 if TYPE_CHECKING:
@@ -228,12 +229,8 @@ def first_not_finite(models: Mapping[str, nn.Module], run: Callable[[], None]) -
 
     The models are named as they are called, in the order in which they run: teacher, student.
     """
-    wrong = [
-        f"the {called}'s parameter {name} is not finite"
-        for called, model in models.items()
-        for name, each in model.named_parameters()
-        if not getattr(each, "ds_tensor", each).isfinite().all()  # under ZeRO-3 a rank looks at its own shard
-    ]
+    broken = ((called, first_not_finite_parameter(model)) for called, model in models.items())
+    wrong = [f"the {called}'s parameter {name} is not finite" for called, name in broken if name is not None]
     places = {each: (called, name) for called, model in models.items() for name, each in model.named_modules()}
     found: list[tuple[str, str]] = []
 

@@ -3,20 +3,24 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from byte_tokenizers import byte_level
 from hostile import refuses
 from safetensors.torch import load_file
 from tiny import tiny_model
 
+import llmdistill
 from llmdistill.batch import Batch, Outputs
 from llmdistill.errors import UserError
 from llmdistill.methods import build_method
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.objective import Objective
 from llmdistill.step.forward import TappedModel
+from llmdistill.step.loss_modes import first_not_finite_parameter
 from llmdistill.step.taps import Recorder
 from llmdistill.training.callbacks.finite import FiniteSteps, first_not_finite
 from llmdistill.training.callbacks.loss_watch import LossWatch, diverged, is_diverged
@@ -112,6 +116,32 @@ class TestOrigin:
         ran: list[int] = []  # as on the ranks that find nothing wrong with their shards
         said = first_not_finite({"student": student}, lambda: ran.append(1))
         assert (said, ran) == ("the student's parameter model.layers.1.mlp.up_proj.weight is not finite", [1])
+
+
+def test_a_model_whose_weights_are_not_finite_is_refused_before_it_teaches_or_is_scored() -> None:
+    name = "model.layers.1.mlp.up_proj"
+    for value in (math.nan, math.inf):
+        broken, student = (tiny_model("llama", seed=seed, vocab_size=300) for seed in (0, 1))
+        broken.get_submodule(name).weight.data[3, 4] = value
+        loss = llmdistill.DistillationLoss(broken, student, "kd")
+        ids = torch.arange(3, 9)[None]
+        refuses(
+            f"the teacher's parameter {name}.weight has values that are not finite",
+            loss,
+            {"input_ids": ids, "labels": ids},
+        )
+        said = f"the model's parameter {name}.weight has values that are not finite"
+        refuses(said, llmdistill.evaluate, broken, ["a b c d e f" * 20], tokenizer=byte_level(300))
+        refuses("holds values that are not finite", partial(llmdistill.compress, broken, rank=2))
+    # Outputs that overflow are told where a step is not finite.
+    fine = tiny_model("llama")
+    fine.get_submodule(name).weight.data.fill_(1e38)
+    assert first_not_finite_parameter(fine) is None
+    # A text longer than the model's 40 positions has windows of 40 tokens, unless another number is asked for.
+    text = {"data": ["a b c d e f" * 20], "tokenizer": byte_level(300)}
+    whole = tiny_model("llama", vocab_size=300)
+    assert llmdistill.evaluate(whole, **text)["window"] == 40
+    refuses("window is 41, but llama has positions for 40", partial(llmdistill.evaluate, whole, **text, max_length=41))
 
 
 class TestLossWatch:
