@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.config import RunConfig
 from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, encode_pairs
-from llmdistill.data.readers import Rows, read_benchmark_tsv
+from llmdistill.data.readers import Rows, by_lower_case, read_benchmark_tsv, with_names
 from llmdistill.data.sources import benchmark_rows
 from llmdistill.data.store import SplitWriter, in_pieces
 from llmdistill.errors import UserError
@@ -339,7 +339,9 @@ def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[Pai
                 )
             index = int(text)
         elif named.classes:
-            label = row[named.label]
+            # pandas writes whole numbers as 1.0 where a column has an empty cell.
+            label = row[named.label].strip()
+            label = label if label in named.classes else label.removesuffix(".0")
             if label not in named.classes:
                 raise UserError(f"{place}: label {label!r}, expected one of {', '.join(named.classes)}; fix the line")
             target = named.classes.index(label)
@@ -378,7 +380,9 @@ def _file_rows(task: GlueTask, split: Split, folder: Path) -> Rows:
 def _tsv_rows(task: GlueTask, split: Split, path: Path) -> Rows:
     is_test = split.startswith("test")
     needed = [*task.sentences, *([] if is_test else [task.label])]
-    for row, place in read_benchmark_tsv(_check_file(path), header=None if is_test else task.headerless or None):
+    names = by_lower_case([*needed, task.index])
+    for given, place in read_benchmark_tsv(_check_file(path), header=None if is_test else task.headerless or None):
+        row = dict(with_names(given, names, place))
         missing = [name for name in needed if name not in row]
         if not missing:
             yield row, place

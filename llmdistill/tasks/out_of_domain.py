@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from llmdistill.data.pairs import PairExample
-from llmdistill.data.readers import Rows, read_benchmark_tsv
+from llmdistill.data.readers import Rows, by_lower_case, read_benchmark_tsv, with_names
 from llmdistill.data.sources import open_rows
 from llmdistill.errors import UserError
 from llmdistill.tasks import plain_name
@@ -70,7 +70,9 @@ def read_set(
     columns = list(settings["sentences"])
     examples = []
     needed = [*columns, str(settings["label"])]
-    for number, (row, place) in enumerate(table_rows(str(settings["data"]))):
+    names = by_lower_case(needed)
+    for number, (given, place) in enumerate(table_rows(str(settings["data"]))):
+        row = with_names(given, names, place)
         lacking = [key for key in needed if row.get(key) is None]
         if lacking:
             raise UserError(
@@ -78,6 +80,7 @@ def read_set(
                 f"{_KEY}.{name}.sentences and .label"
             )
         label = str(row[needed[-1]]).strip()
+        label = label if label in spellings else label.removesuffix(".0")
         if label not in spellings:
             raise UserError(
                 f"{place}: label {label!r}, but {_KEY}.{name}.labels knows {', '.join(spellings)}; fix the line or "

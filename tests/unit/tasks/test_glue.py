@@ -38,6 +38,10 @@ def test_files(tmp_path):
         ("MNLI", MISMATCHED[1], "test_mismatched.tsv", f"{NLI}\n9 A B\n", ("A", "B", None, 9)),
         ("QNLI", "train", "train.tsv", "index question sentence label\n9 Q S not_entailment\n", ("Q", "S", 1, 0)),
         ("WNLI", "dev", "dev.tsv", f"{NLI} label\n9 A B 1\n", ("A", "B", 1, 0)),
+        # As people's own tables have them.
+        ("SST-2", "dev", "dev.tsv", "Sentence\tLABEL\nno wit\t1.0\n", ("no wit", None, 1, 0)),
+        ("RTE", "dev", "dev.tsv", "sentence1\tSentence2\tlabel\nA\tB\t not_entailment \n", ("A", "B", 1, 0)),
+        ("SST-2", "test", "test.tsv", "Index\tSentence\n3\tno wit\n", ("no wit", None, None, 3)),
     ):
         write(tmp_path / task, file, text if "\t" in text else text.replace(" ", "\t"))
         assert read_split(task, split, tmp_path) == [PairExample(*expected)], (task, split)
