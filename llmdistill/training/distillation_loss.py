@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.batch import IGNORE_INDEX, POSITIONS, Batch, Positions
+from llmdistill.batch import POSITIONS, Batch, Positions
 from llmdistill.config.command_line import method_settings
 from llmdistill.config.methods import check_names, with_teacher
 from llmdistill.errors import UserError
@@ -20,24 +19,17 @@ from llmdistill.internals.transformers_names import leave_out_of_files
 from llmdistill.messages import say
 from llmdistill.methods import METHODS, Method, build_method
 from llmdistill.models.families import max_positions
-from llmdistill.models.heads import CLASSES, EMBEDDINGS, find_head
-from llmdistill.models.pooling import has_dense, read_sentence_settings
-from llmdistill.objective import Objective, Pooling, PoolingMode
+from llmdistill.models.heads import EMBEDDINGS, find_head
+from llmdistill.objective import Objective, PoolingMode
 from llmdistill.runtime.engine import PROJECTORS, add_projectors
 from llmdistill.step.loss_modes import choose_modes_of_models
 from llmdistill.step.tap_models import tap_student, tap_teacher
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.translated import TranslatedTeacher, Translation
+from llmdistill.training.loss_inputs import Inputs, check_heads, check_values, find_pooling, read_batch, unwrap
 
 _HOOKED = "_llmdistill_hooked"
 """Attribute of a model that has the hooks of a loss."""
-Inputs = Mapping[str, Any]
-"""A batch from a data collator of transformers: see `DistillationLoss.__call__`."""
-_READ = (
-    *("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids"),
-    *("next_sentence_label", "start_positions", "end_positions"),
-)
-"""The keys of a batch that may be read."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +102,7 @@ class DistillationLoss:
                 has the hooks of another loss.
         """
         run = student  # a compiled model or one with adapters, which runs as it is
-        teacher, student = _unwrapped("teacher", teacher), _unwrapped("student", student)
+        teacher, student = unwrap("teacher", teacher), unwrap("student", student)
         for role, model in (("teacher", teacher), ("student", student)):
             if getattr(model, _HOOKED, False):
                 raise UserError(f"the {role} is tapped already: call remove() of the other DistillationLoss first")
@@ -118,7 +110,7 @@ class DistillationLoss:
         names = [method, *also]
         head = find_head(student)
         if "embedding" in names:
-            self.objective = Objective(tokens=False, targets=EMBEDDINGS, pooling=_find_pooling(teacher, pooling))
+            self.objective = Objective(tokens=False, targets=EMBEDDINGS, pooling=find_pooling(teacher, pooling))
         elif head is None or head.targets is None:
             self.objective = Objective()
         else:
@@ -150,7 +142,7 @@ class DistillationLoss:
                 f"vocabulary is {vocabulary}, but the models have {sizes[0]} and {sizes[1]} tokens: give at most that"
             )
         teacher.eval()
-        self._check_heads()
+        check_heads(self.method, self.objective, teacher, student)
         self._forward: Callable[..., Any] = run
         self._run_by_default = run
         self._is_checked = False
@@ -209,7 +201,7 @@ class DistillationLoss:
             )
         made = self.as_batch(batch)
         if not self._is_checked or made.input_ids.device.type == "cpu":  # a GPU is asked for values once
-            self._check_values(made)
+            check_values(made, self.objective, self.student.config)
         located = made.with_positions(shift=self.method.shift).to(self.student.device)
         counts: Mapping[Positions, Tensor] = located.counts()
         if isinstance(num_items_in_batch, Mapping):
@@ -274,43 +266,7 @@ class DistillationLoss:
 
     def as_batch(self, inputs: Inputs) -> Batch:
         """Convert a batch from a data collator of transformers to a `Batch`."""
-        inputs = {**inputs, **{key: _as_tensor(key, inputs[key]) for key in _READ if inputs.get(key) is not None}}
-        input_ids: Tensor = inputs["input_ids"]
-        if input_ids.dim() != 2 or not input_ids.numel():
-            raise UserError(f"input_ids have the shape {tuple(input_ids.shape)}: give rows of tokens (B, T)")
-        mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
-        if mask is None:  # several sequences in a row, each starting at position 0; or rows without padding
-            mask = torch.ones_like(input_ids) if position_ids is None else (position_ids == 0).cumsum(-1)
-        labels, targets = inputs.get("labels"), inputs.get("next_sentence_label")
-        if self.objective.targets is not None and not self.objective.tokens:
-            labels, targets = self.objective.targets.from_inputs(inputs)
-        if labels is None:
-            if "labels" in self.method.positions.values():
-                raise UserError(
-                    "the batch has no labels, which the method's terms on the output need: add labels (B, T)"
-                )
-            labels = torch.full_like(input_ids, IGNORE_INDEX)
-        for key, value in (("attention_mask", mask), ("labels", labels)):
-            if value.shape != input_ids.shape:
-                raise UserError(
-                    f"{key} has the shape {tuple(value.shape)}, and input_ids {tuple(input_ids.shape)}: give both as "
-                    "(B, T)"
-                )
-        if targets is not None and self.objective.targets is CLASSES:
-            targets = targets.flatten() if targets.shape == (len(input_ids), 1) else targets
-            if targets.shape != (len(input_ids),) or targets.is_floating_point():
-                raise UserError(
-                    f"the classes have the shape {tuple(targets.shape)} and are {targets.dtype}: give one class a "
-                    "sequence, as integers (B,); several classes of one sequence are not learned"
-                )
-        return Batch(
-            input_ids=input_ids,
-            attention_mask=mask,
-            labels=labels,
-            token_type_ids=inputs.get("token_type_ids"),
-            position_ids=position_ids,
-            targets=targets,
-        )
+        return read_batch(inputs, self.method, self.objective)
 
     def remove(self) -> None:
         """Remove the hooks and the projectors from both models; the loss cannot be used afterwards."""
@@ -321,88 +277,5 @@ class DistillationLoss:
         if hasattr(self.student, PROJECTORS):
             delattr(self.student, PROJECTORS)
 
-    def _check_heads(self) -> None:
-        """Raise a UserError if a model lacks the head that the method reads, or the classes of the heads differ."""
-        models = {"student": self.student, **({"teacher": self.teacher} if self.method.needs_teacher else {})}
-        if self.objective.tokens:
-            reads = {"student": bool(self.method.token_terms), "teacher": bool(self.method.teacher_positions)}
-            for role, model in models.items():
-                if reads[role] and model.get_output_embeddings() is None:
-                    raise UserError(
-                        f"the {role} is a {type(model).__name__}, which has no language-model head: load it by "
-                        "AutoModelForCausalLM, or an encoder by AutoModelForMaskedLM"
-                    )
-        elif self.objective.targets is CLASSES:
-            counts = {role: model.config.num_labels for role, model in models.items()}
-            if len(set(counts.values())) > 1:
-                raise UserError(
-                    f"teacher and student tell different numbers of classes apart ({counts}): give both as many"
-                )
-            if self.student.config.problem_type == "multi_label_classification":
-                raise UserError(
-                    "the student's problem_type is multi_label_classification, but a sequence has one class here: set "
-                    "it to single_label_classification"
-                )
-
-    def _check_values(self, batch: Batch) -> None:
-        """Raise a UserError for tokens, labels or classes that the student does not have."""
-        values: dict[str, tuple[Tensor, int]] = {"input_ids": (batch.input_ids, self.student.config.vocab_size)}
-        if self.objective.tokens:
-            values["labels"] = batch.labels, self.student.config.vocab_size
-        if batch.targets is not None and self.objective.targets is CLASSES:
-            values["classes"] = batch.targets, max(2, self.student.config.num_labels or 0)
-        for key, (tensor, count) in values.items():
-            used = tensor[tensor != IGNORE_INDEX] if key != "input_ids" else tensor
-            if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < count:
-                wrong = int(used.min()) if int(used.min()) < 0 else int(used.max())
-                nothing = "" if key == "input_ids" else f", or {IGNORE_INDEX} where nothing is learned"
-                raise UserError(f"{key} hold {wrong}: the student has 0 to {count - 1}{nothing}")
-
     def _run(self, **inputs: Any) -> Any:
         return self._forward(**inputs)
-
-
-def _unwrapped(role: str, model: Any) -> PreTrainedModel:
-    """Return the model of transformers in a compiled model, or in one with adapters of peft.
-
-    Raises:
-        UserError: there is none, or the adapters add tokens to the input, which no tap sees.
-    """
-    model = getattr(model, "_orig_mod", model)
-    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
-        if any(config.is_prompt_learning for config in model.peft_config.values()):
-            raise UserError(
-                f"the {role}'s adapter adds tokens to the input: take one that changes weights, such as LoRA"
-            )
-        model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(
-            f"the {role} is a {type(model).__name__}: give a transformers PreTrainedModel, as from_pretrained loads it "
-            "(of a parallel model its .module, and the parallel model in each call: loss(batch, model=parallel))"
-        )
-    return model
-
-
-def _as_tensor(key: str, value: Any) -> Tensor:
-    """Return a value of a batch as a tensor, integers as int64."""
-    if not isinstance(value, Tensor):
-        try:
-            value = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UserError(
-                f"{key} of the batch is a {type(value).__name__} that is no tensor: give a tensor (B, T), as the data "
-                "collators of transformers make it"
-            ) from error
-    return value.long() if value.dtype in (torch.int32, torch.int16, torch.int8, torch.uint8) else value
-
-
-def _find_pooling(teacher: PreTrainedModel, mode: PoolingMode | None) -> Pooling:
-    """Return how embeddings are made; see `DistillationLoss`."""
-    if mode is not None:
-        check_names("pooling", [mode], get_args(PoolingMode))
-        return Pooling((mode,))
-    folder = Path(teacher.name_or_path or "")
-    settings = read_sentence_settings(folder) if teacher.name_or_path and folder.is_dir() else None
-    if settings is not None and has_dense(folder):
-        raise UserError(f"{folder}: ends in a Dense, which is no part of the teacher in memory; give pooling yourself")
-    return Pooling() if settings is None else settings.pooling
