@@ -245,8 +245,9 @@ def export(arguments: Sequence[str]) -> None:
     quiet_transformers()
     named = ("group_size", "packed", "weights", "tokenizer_file")
     bits = {name: getattr(parsed, name) for name in named}
+    bits["packed"] = parsed.packed or None  # a flag that is not given is no setting
     bits["embeddings"] = "exact" if parsed.embeddings == "exact" else None
-    settings = {**{name: value for name, value in bits.items() if value}, **parsed.settings}
+    settings = {**{name: value for name, value in bits.items() if value is not None}, **parsed.settings}
     result = llmdistill.export(
         parsed.model, parsed.output, to=parsed.to, int8=parsed.int8, data=parsed.data, **settings
     )

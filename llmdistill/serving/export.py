@@ -65,7 +65,11 @@ def export_student(
         raise UserError(f"export to: {to!r} does not fit; expected {', '.join(names)}{did_you_mean(to, names)}")
     if int8 and to != "onnx":
         raise UserError(f"export to={to!r} int8=True: int8 goes with onnx alone")
-    if any(settings.values()) and to not in (*forms, "gguf"):
+    if data is not None and not isinstance(data, str | Path):
+        raise UserError(
+            f"data is a {type(data).__name__}: give a file, or the name of a set, on which outputs are compared"
+        )
+    if any(value is not None and value is not False for value in settings.values()) and to not in (*forms, "gguf"):
         raise UserError(
             f"export to={to!r}: {', '.join(settings)} are for {' and '.join(map(repr, forms))}: leave them out"
         )

@@ -27,6 +27,7 @@ from support import ROOT
     (["compres"], "there is no command 'compres'; there are train, plan, doctor, "),
     (["evaluate", "--suite", "glu"], "--suite: there is no set 'glu'; did you mean glue? (there are dolly,"),
     (["export", "--to", "onx", "--model", "x", "--output", "y"], "'onx' does not fit; expected dense, onnx, gguf"),
+    (["export", "--to", "int4", "--group_size", "0", "--model", "x", "--output", "y"], "group_size is 0: give 2"),
     (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
     (["plan", "--gpu_memory", "80XB"], "error: --gpu_memory is '80XB': give a number with one of the units MB, GB"),
     (["plan", "--gpus", "7"], "32 does not divide by 7 ranks: the nearest that does is 35"),
