@@ -80,7 +80,8 @@ class DistillationLoss:
 
         Args:
             teacher: the teacher; it is set to evaluation mode, and its parameters get no gradient.
-            student: the model to train. With a classification head (`...ForSequenceClassification`) the labels are
+            student: the model to train; like the teacher it may be compiled, or have adapters of peft that change its
+                weights, such as LoRA. With a classification head (`...ForSequenceClassification`) the labels are
                 classes or scores of whole sequences, and with a head for spans (`...ForQuestionAnswering`) the batch
                 has start_positions and end_positions (B,); with any other head the labels are tokens.
             method: makd, kd, minilm, minilmv2, distilbert, tinybert, kroneckerbert, sft, or embedding for encoders of
