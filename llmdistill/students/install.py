@@ -95,6 +95,7 @@ def install(model: PreTrainedModel, factorization: Factorization) -> None:
         with torch.device(table.weight.device):
             embedding = kind.embedding(*sizes, padding_idx=table.padding_idx)
         embedding.to(table.weight.dtype)
+        embedding.scale = scale_of_rows(table) or 1.0
         model.set_submodule(name, embedding)
         keys = tied_weights(model)
         for head in heads:
@@ -169,14 +170,25 @@ def _make_like(dense: nn.Module, make: Callable[..., FactorizedLinear], size: Si
 
 
 def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
-    """Return the name and module of the model's token embedding. Raises UserError if it is no plain nn.Embedding."""
+    """Return the name and module of the model's token embedding. Raises UserError if it does more than look up rows."""
     embedding = model.get_input_embeddings()
-    if type(embedding) is not nn.Embedding:
+    if scale_of_rows(embedding) is None:
         raise UserError(
-            f"the token embedding of {type(model).__name__} is a {type(embedding).__name__}, only a plain nn.Embedding "
-            "can be factorized; leave embedding_rank and embedding_columns out"
+            f"the token embedding of {type(model).__name__} is a {type(embedding).__name__}, only an nn.Embedding, "
+            "plain or with a factor, can be factorized; leave embedding_rank and embedding_columns out"
         )
-    return next(name for name, module in model.named_modules() if module is embedding), embedding
+    return next(name for name, module in model.named_modules() if module is embedding), cast(nn.Embedding, embedding)
+
+
+def scale_of_rows(embedding: nn.Module) -> float | None:
+    """Return what an embedding multiplies the rows of its table by; None if it is none, or does something else."""
+    if type(embedding) is nn.Embedding:
+        return 1.0
+    if not (isinstance(embedding, nn.Embedding) and type(embedding).__name__.endswith("ScaledWordEmbedding")):
+        return None
+    # Gemma's factor is a buffer, which is on the meta device here, and a plain number under another name.
+    name = "scalar_embed_scale" if hasattr(embedding, "scalar_embed_scale") else "embed_scale"
+    return float(getattr(embedding, name))
 
 
 def tied_heads(model: PreTrainedModel, embedding_name: str) -> list[str]:

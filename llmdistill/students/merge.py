@@ -34,6 +34,9 @@ def merge(model: PreTrainedModel) -> None:
             dense.weight = nn.Parameter(product.T.contiguous() if type(dense) is Conv1D else product)
             if isinstance(module, FactorizedLinear):
                 dense.bias = dict(module.named_parameters()).get(module.bias_name)
+            else:
+                for key, _ in list(dense.named_buffers(recurse=False)):  # Gemma's factor, without memory so far
+                    dense.register_buffer(key, torch.tensor(module.scale, device=product.device), persistent=False)
             model.set_submodule(name, dense)
         elif isinstance(module, LowRankStack):
             merge_stack(model, name, _product(module))

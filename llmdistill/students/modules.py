@@ -191,6 +191,8 @@ class FactorizedEmbedding(nn.Module):
     """Looks up a row of the table A (V, inner width) and maps it by B to the width of the model."""
 
     B: Any
+    scale: float = 1.0
+    """What the architecture multiplies each row by (Gemma); it is no part of the table, nor of a tied head."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, inner: int, padding_idx: int | None) -> None:
         super().__init__()
@@ -199,7 +201,11 @@ class FactorizedEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, d)."""
-        return self.B(self.A(input_ids))
+        rows = self.B(self.A(input_ids))
+        if self.scale == 1:
+            return rows
+        # In the dtype of the rows, as Gemma rounds it; full() launches a kernel, where a copy would wait.
+        return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
 
     def dense(self) -> Tensor:
         """Return the whole table, (V, d)."""

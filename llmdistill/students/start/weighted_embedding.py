@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.step.passes import HookSums, Passes, hook_gradient
-from llmdistill.students.install import tied_heads, token_embedding
+from llmdistill.students.install import scale_of_rows, tied_heads, token_embedding
 from llmdistill.students.kinds import Sigma
 from llmdistill.students.start.sampled import USUAL, Sampling, run_sampled
 from llmdistill.students.start.weighted import add_ridge
@@ -46,7 +46,7 @@ class TableMoments:
     counts: Tensor
     """(V,), how often each token was looked up."""
     gradients: Tensor | None = None
-    """(d, d), Σ g gᵀ at the table's output; None if no gradients were measured."""
+    """(d, d), Σ g gᵀ at the rows that were looked up; None if no gradients were measured."""
     head_inputs: Tensor | None = None
     """(d, d), Σ h hᵀ over the inputs of a head that is tied to the table; None without one."""
     head_outputs: Tensor | None = None
@@ -90,7 +90,7 @@ class _TableSums(HookSums):
         super().__init__(model.device)
         name, table = token_embedding(model)
         device, vocabulary, width = model.device, table.num_embeddings, table.embedding_dim
-        self._gradients = gradients
+        self._gradients, self._scale = gradients, scale_of_rows(table) or 1.0
         self.sums = {"counts": torch.zeros(vocabulary, device=device)}
         if gradients:
             self.sums["gradients"] = torch.zeros(width, width, device=device)
@@ -107,7 +107,8 @@ class _TableSums(HookSums):
         counts = self.sums["counts"]
         counts += torch.bincount(self.rows(inputs[0][..., None])[:, 0], minlength=len(counts))
         return (
-            hook_gradient(output, lambda gradient: self._add("gradients", self.rows(gradient)))
+            # Of the rows of the table, from which the output may differ by a factor (Gemma)
+            hook_gradient(output, lambda gradient: self._add("gradients", self._scale * self.rows(gradient)))
             if self._gradients
             else None
         )

@@ -49,7 +49,8 @@ def check_tied_head(model):
     assert head.B.weight is embedding.A.weight
     assert head.A.weight is embedding.B.weight
     table, hidden = embedding.dense(), torch.randn(3, 16)
-    torch.testing.assert_close(embedding(torch.arange(WORDS)), table)
+    factor = 16**0.5 if model.config.model_type == "gemma3_text" else 1.0  # the square root of the width
+    torch.testing.assert_close(embedding(torch.arange(WORDS)), factor * table)
     torch.testing.assert_close(head(hidden), hidden @ table.T + (0 if head.B.bias is None else head.B.bias))
     torch.testing.assert_close(head.weight, table)
     leaves = [module for module in head.modules() if not list(module.children())]
@@ -57,7 +58,7 @@ def check_tied_head(model):
 
 
 CASES = {
-    **{name: (AutoModelForCausalLM, config_of(name)) for name in ("llama", "gpt2")},
+    **{name: (AutoModelForCausalLM, config_of(name)) for name in ("llama", "gpt2", "gemma3_text")},
     "llama untied": (AutoModelForCausalLM, config_of("llama", tie_word_embeddings=False)),
     "gpt2 untied": (AutoModelForCausalLM, config_of("gpt2", tie_word_embeddings=False)),
     **{name: (AutoModelForMaskedLM, config_of(name)) for name in ("bert", "distilbert")},
@@ -69,7 +70,8 @@ CASES = {
 @pytest.mark.parametrize(("case", "method", "embedding"), [
     *((case, "svd", True) for case in CASES),
     *((case, "pivoted", True) for case in ("llama", "llama untied", "gpt2", "bert")),
-    *((case, "kronecker", True) for case in ("llama", "llama untied", "gpt2", "bert")), ("llama", "kronecker", False),
+    *((case, "kronecker", True) for case in ("llama", "llama untied", "gpt2", "gemma3_text", "bert")),
+    ("llama", "kronecker", False),
 ])  # fmt: skip
 def test_a_round_trip_is_bit_equal_and_the_student_trains(tmp_path, case, method, embedding):
     auto, config = CASES[case]
@@ -261,6 +263,7 @@ def test_foreign_config_is_refused(tmp_path, method, changes, word):
 @pytest.mark.parametrize(("auto", "name", "method", "dtype"), [
     (AutoModelForCausalLM, "llama", "svd", torch.float32), (AutoModelForCausalLM, "llama", "kronecker", torch.bfloat16),
     (AutoModelForCausalLM, "gpt2", "pivoted", torch.float32), (AutoModelForMaskedLM, "roberta", "svd", torch.float32),
+    (AutoModelForCausalLM, "gemma3_text", "svd", torch.float32),
     (AutoModel, "bert", "kronecker", torch.float32),
 ])  # fmt: skip
 def test_an_export_is_a_whole_folder_of_a_stock_model(tmp_path, auto, name, method, dtype):
@@ -279,7 +282,10 @@ def test_an_export_is_a_whole_folder_of_a_stock_model(tmp_path, auto, name, meth
     assert not any(info.values()), info
     assert not any(type(module).__module__.startswith("llmdistill") for module in model.modules())
     if dtype == torch.float32:  # else the products are rounded
-        torch.testing.assert_close(outputs(model), outputs(student), rtol=0, atol=1e-5)
+        expected = outputs(student)
+        torch.testing.assert_close(outputs(model), expected, rtol=0, atol=1e-5)
+        merge.merge(student)
+        torch.testing.assert_close(outputs(student), expected, rtol=0, atol=1e-5)
 
 
 def test_a_wrong_export_is_a_warning_and_a_broken_one_leaves_nothing(tmp_path, monkeypatch, caplog):
