@@ -41,6 +41,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def uncompiled(model: Any) -> Any:
+    """Return the module that torch.compile has wrapped, or the same object if it is another one."""
+    return getattr(model, "_orig_mod", model)
+
+
 def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters and the buffers that a module itself has, by name; a change of these dicts changes it."""
     return module._parameters, module._buffers

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmdistill.batch import IGNORE_INDEX, Batch
 from llmdistill.config.methods import check_names
 from llmdistill.errors import UserError
+from llmdistill.internals.torch_names import uncompiled
 from llmdistill.methods import Method
 from llmdistill.models.heads import CLASSES
 from llmdistill.models.pooling import has_dense, read_sentence_settings
@@ -33,7 +34,7 @@ def unwrap(role: str, model: Any) -> PreTrainedModel:
     Raises:
         UserError: there is none, or the adapters add tokens to the input, which no tap sees.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
             raise UserError(

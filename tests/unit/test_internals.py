@@ -74,6 +74,11 @@ def test_torch_has_the_operations(name):
     assert function._overloadpacket is getattr(torch.ops.aten, name)
 
 
+def test_a_compiled_module_tells_what_it_wraps():
+    linear = nn.Linear(1, 1)
+    assert torch_names.uncompiled(torch.compile(linear)) is torch_names.uncompiled(linear) is linear, TRIED["torch"]
+
+
 def test_tensors_tell_views_and_changes():
     tensor = torch.zeros(2, 2)
     before = torch_names.version_of(tensor)
