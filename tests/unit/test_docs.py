@@ -45,8 +45,8 @@ def commands(page: Path, folder: Path) -> list[list[str]]:
     """What a shell starts for the bash blocks of a page, one after the other, as lists of arguments."""
     for name in PROGRAMS:
         stub(folder / "bin" / name, name)
-    for script in (ROOT / "scripts").glob("*.sh"):
-        stub(folder / "scripts" / script.name, f"scripts/{script.name}")
+    for script in (ROOT / "scripts").rglob("*.sh"):
+        stub(folder / script.relative_to(ROOT), str(script.relative_to(ROOT)))
     calls = folder / "calls"
     calls.touch()
     source = "set -eu\n" + "\n".join(blocks(page, "bash"))
@@ -58,7 +58,7 @@ def commands(page: Path, folder: Path) -> list[list[str]]:
 
 
 def stub(file: Path, name: str) -> None:
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(STUB.format(name=name))
     file.chmod(0o755)
 
