@@ -13,7 +13,7 @@ mkdir -p "$folder/starts"
 head -n 64 "$chats" > "$folder/held_out.jsonl"
 tail -n +65 "$chats" > "$folder/train.jsonl"
 limits=(--data.max_prompt_length 256 --data.max_length 512 --data.long_prompts drop)
-declare -A rates=([90]=3e-5 [80]=3e-5 [70]=1e-4 [60]=2e-4) # the nearer the start, the lower
+declare -A rates=([90]=3e-5 [80]=3e-5 [70]=1e-4 [60]=1e-4) # the nearer the start, the lower
 arms=""
 for size in ${SIZES:-90 80 70 60}; do
     start=$folder/starts/$size
