@@ -351,6 +351,9 @@ def main() -> None:
         "--write", action="store_true", help="only write the table of docs/students.md from the results"
     )
     arguments = parser.parse_args()
+    unknown = sorted(set(arguments.types) - model_types().keys())
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: transformers has no decoder or encoder of this type with an LM head")
     done = read_results(arguments.results)
     if arguments.write:
         write_table(done)

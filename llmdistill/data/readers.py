@@ -35,14 +35,15 @@ _A_LINE = "write one object a line"
 
 
 def by_lower_case(names: Iterable[str]) -> dict[str, str]:
-    """Return the names by what they are in lower case, for `with_names`."""
+    """Return a mapping from each name in lower case to the name, as `with_names` takes it."""
     return {name.lower(): name for name in names}
 
 
 def with_names(row: Mapping[str, Any], names: Mapping[str, str], place: str) -> Mapping[str, Any]:
-    """Return a row whose columns in another case have the name that they match, of names by lower case.
+    """Return a row in which each column that differs from a name in its case alone has this name.
 
-    A column that has exactly this name takes precedence, and spaces around a name say nothing.
+    `names` are those of `by_lower_case`. A column that has exactly the name takes precedence, and spaces around a
+    column's name do not matter.
 
     Raises:
         UserError: several columns match one name.

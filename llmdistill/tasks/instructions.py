@@ -177,9 +177,11 @@ class InstructionData(TaskData):
             if teacher.by_rows and not self.task.teacher_writes:  # the answers of SeqKD name no teacher
                 teacher.check_names(set(train.distinct("teacher")), f"data.train {settings.train}")
         if settings.valid is not None:
-            overlap = find_learned_rows(train, valid_items) if train else None
+            overlap = None
             if settings.streaming:
                 overlap = find_learned_files(settings.train, settings.valid)
+            elif train:
+                overlap = find_learned_rows(train, valid_items)
             if overlap is not None:
                 warn_main(overlap)
         return replace(

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
+from llmdistill.progress import progress
 from llmdistill.step.passes import HookSums, Passes, hook_gradient
 from llmdistill.students.install import scale_of_rows, tied_heads, token_embedding
 from llmdistill.students.kinds import Sigma
@@ -239,7 +240,7 @@ def _alternate(table: Tensor, forms: list[_QuadraticForm], b: Tensor) -> tuple[T
     outer, column_shares = _diagonalize_both(g, c)
     energy = sum(form.at(table) for form in forms)
     before = energy
-    for _ in range(ROUNDS):
+    for _ in progress(range(ROUNDS), "Factorizing the embedding", "rounds at most"):
         # Row v of A solves A_v (p_v B G Bᵀ + q_v B C Bᵀ) = E_v (p_v G + q_v C) Bᵀ.
         basis, shares = _diagonalize_both(b @ g @ b.T, b @ c @ b.T)
         rows = p[:, None] * (table @ (g @ b.T @ basis)) + q[:, None] * (table @ (c @ b.T @ basis))
