@@ -9,9 +9,10 @@ Each line of the arms file is a JSON object with settings of `Arm`, such as
 
 At each of its `tokens` an arm appends a line to the results: KL(T‖S) on the held-out rows in nats per token, the
 perplexity of the first windows of each text, and the time of the training so far: on a CPU that of the processor. The
-same command goes on with the first arm that is not at its end, and the arms file may grow meanwhile. Rows are
-instructions in the teacher's own prompt, or prompt and completion; all their tokens are learned. On a CPU each is a
-micro batch, so that nothing is padded; on a GPU all rows of a step are one.
+same command goes on with the first arm that is not at its end, and within it from the step saved last, beside the
+results; the arms file may grow meanwhile. Rows are instructions in the teacher's own prompt, or prompt and completion;
+all their tokens are learned. On a CPU each is a micro batch, so that nothing is padded; on a GPU all rows of a step are
+one.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class Bench:
         self.teacher, self.tokenizer = load_model(path, dtype=torch.float32, device=self.device), load_tokenizer(path)
         self.held_out = self.rows(options.valid)[: options.rows]
         self.texts = {Path(text).stem: text for text in options.text}
+        self.saved = options.output.with_suffix(".pt")
+        self.save_seconds = options.save_minutes * 60
         self.windows = {"window": options.window, "limit": options.windows, "batch_size": 1}
 
     def rows(self, path: str) -> list[Tensor]:
@@ -153,7 +156,17 @@ class Bench:
         is_slow = self.device.type == "cpu" and emulates_bf16()
         in_bf16 = arm.dtype == "bf16" or (arm.dtype == "auto" and not is_slow)
         config = TrainConfig(steps=max(1, len(steps)), **rates)
+        trained: dict[str, Any] = {"student": student, "optimizer": optimizer}
+        trained |= {} if average is None else {"average": average}
+        done, saved_at = -1, time.monotonic()
+        if self.saved.exists() and read_arm((saved := torch.load(self.saved, map_location=self.device))["arm"]) == arm:
+            done, seen, seconds = saved["done"], saved["seen"], saved["seconds"]
+            left = [tokens for tokens in left if tokens > seen]
+            for name, part in trained.items():
+                part.load_state_dict(saved[name])
         for number, step in enumerate([[], *steps]):  # before the first step the student is as it was
+            if number <= done:
+                continue
             began = self.clock()
             if step:
                 loss = loss or llmdistill.DistillationLoss(self.teacher, student, arm.method, settings=arm.settings)
@@ -180,6 +193,12 @@ class Bench:
                     student.save_pretrained(arm.output)
                     self.tokenizer.save_pretrained(arm.output)
                 yield {"seen": seen, "seconds": round(seconds, 1), **self.score(student), **averaged}
+            if time.monotonic() - saved_at > self.save_seconds:
+                states = {name: part.state_dict() for name, part in trained.items()}
+                written = self.saved.with_suffix(".part")
+                torch.save({"arm": asdict(arm), "done": number, "seen": seen, "seconds": seconds, **states}, written)
+                written.replace(self.saved)
+                saved_at = time.monotonic()
 
 
 def next_arm(arms: Path, results: Path) -> Arm | None:
@@ -225,6 +244,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSONL: the figures of each arm")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     parser.add_argument("--rows_at_a_time", type=positive, help="rows of a micro batch: 1 on a CPU, 64 on a GPU")
+    parser.add_argument("--save_minutes", type=float, default=20, help="how often a training is saved")
     parser.add_argument("--figure", type=Path, help="PNG of the results against tokens")
     options = parser.parse_args()
     next_arm(options.arms, options.output)  # says what is wrong with the arms before the teacher is loaded

@@ -25,6 +25,7 @@ import torch
 from bench_starts import zero_sum_ranks
 from benching import Line, Measured, Settings, Table, facts_of, measure, time_ratio
 from torch.nn.functional import kl_div
+from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import llmdistill
@@ -285,10 +286,23 @@ def test_tokens_scores_by_plain_logits_and_goes_on(monkeypatch, tmp_path):
     assert after["seen"] >= 900
     assert after["averaged"]["kl"] == pytest.approx(after["kl"], rel=1e-5)  # an average over one token is the student
 
-    monkeypatch.setattr(
-        sys, "argv", ["bench_tokens", *words.replace("out.jsonl", "padded.jsonl").split(), "--rows_at_a_time", "3"]
-    )
-    bench_tokens.main()
+    def call(output, *options):
+        monkeypatch.setattr(sys, "argv", ["bench_tokens", *words.replace("out.jsonl", output).split(), *options])
+        bench_tokens.main()
+
+    # A training that ends in the middle goes on from the step saved last, and arrives where the other did.
+    clips = iter([clip_grad_norm_, clip_grad_norm_, None])
+    with patch.object(bench_tokens, "clip_grad_norm_", lambda *arguments: next(clips)(*arguments)):
+        with pytest.raises(TypeError):
+            call("killed.jsonl", "--save_minutes", "0")
+    with patch.object(bench_tokens, "clip_grad_norm_", wraps=clip_grad_norm_) as clip:
+        call("killed.jsonl")
+    assert clip.call_count == 1
+    again = json.loads(Path("killed.jsonl").read_text().splitlines()[-1])
+    assert (again["kl"], again["averaged"], again["seen"]) == (after["kl"], after["averaged"], after["seen"])
+    assert len(Path("killed.jsonl").read_text().splitlines()) == 2
+
+    call("padded.jsonl", "--rows_at_a_time", "3")
     padded = [json.loads(line)["kl"] for line in Path("padded.jsonl").read_text().splitlines()]
     assert padded == pytest.approx([before["kl"], after["kl"]], rel=1e-3)
 
