@@ -292,9 +292,9 @@ def test_tokens_scores_by_plain_logits_and_goes_on(monkeypatch, tmp_path):
 
     # A training that ends in the middle goes on from the step saved last, and arrives where the other did.
     clips = iter([clip_grad_norm_, clip_grad_norm_, None])
-    with patch.object(bench_tokens, "clip_grad_norm_", lambda *arguments: next(clips)(*arguments)):
-        with pytest.raises(TypeError):
-            call("killed.jsonl", "--save_minutes", "0")
+    ends = patch.object(bench_tokens, "clip_grad_norm_", lambda *arguments: next(clips)(*arguments))
+    with ends, pytest.raises(TypeError):
+        call("killed.jsonl", "--save_minutes", "0")
     with patch.object(bench_tokens, "clip_grad_norm_", wraps=clip_grad_norm_) as clip:
         call("killed.jsonl")
     assert clip.call_count == 1
