@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,21 @@ from llmdistill.data.sources import open_rows
 from llmdistill.data.store import TOKEN_IDS, Schema
 from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
+from llmdistill.messages import say
 from llmdistill.models.unembedded import check_token_ids
 
-FIELDS = ("text", "sentence", "sentence1", "sentence2", "anchor", "query", "positive", "negative")
-"""Keys of the sentences in a row of training data."""
-_PAIR = ("sentence1", "sentence2")
-_TRIPLE = (("query", "anchor"), ("positive",), ("negative",))
+_TRIPLE = (("query", "anchor", "question"), ("positive", "pos", "answer"), ("negative", "neg"))
+"""Keys of the sentences of a triple; pos and neg are FlagEmbedding's lists."""
 TRIPLE = len(_TRIPLE)
 """The number of sentences of a triple."""
-_SCORES = ("score", "similarity_score", "label")
-_FIELD_NAMES = by_lower_case(FIELDS)
-_PAIR_NAMES = by_lower_case((*_PAIR, *_SCORES))
+FIELDS = ("text", "sentence", *(key for keys in _TRIPLE for key in keys), "premise", "hypothesis")
+"""Keys of the sentences in a row of training data; each may have a number (sentence1, negative_3) or hold a list."""
+_NUMBER = re.compile(r"_?(\d+|[ab])$")
+"""What follows such a key where a row has several; SICK has sentence_A and sentence_B."""
+_PAIR = (("sentence1", "sentence_a"), ("sentence2", "sentence_b"))
+_SCORES = ("score", "similarity_score", "relatedness_score", "label")
+_PAIR_NAMES = by_lower_case((*_PAIR[0], *_PAIR[1], *_SCORES))
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,8 @@ def read_sentences(reference: str | Path) -> list[str]:
     """Read the sentences of a training set, or of several with commas between them, each once, in order.
 
     A set is a text file with a sentence on each line; an STS file (see `read_pairs`), whose scores are ignored; or
-    rows in a file or on the hub (see `data.sources.read_examples`), with sentences under any of FIELDS.
+    rows in a file or on the hub (see `data.sources.read_examples`), with sentences under any of FIELDS. A note names
+    the columns of texts that are not read.
 
     Raises:
         UserError: there is no sentence, or a row has none.
@@ -150,26 +158,45 @@ def read_sentences(reference: str | Path) -> list[str]:
         raise UserError(f"{reference}: each sentence is taken once, whatever the weights are; leave them out")
     sentences: dict[str, None] = {}  # a dict and not a set, because it keeps their order
     for part in parts_of(reference):
-        path = locate_data(part.reference)
+        path, unread = locate_data(part.reference), Counter[str]()
         if path.suffix.lower() == ".txt":
             sentences |= dict.fromkeys(line.strip() for line in text_lines(path) if line.strip())
         elif _is_plain(path):
             for pair in _read_plain_pairs(path):
                 sentences |= {pair.sentence1: None, pair.sentence2: None}
         else:
-            for given, place in open_rows(part.reference):
-                row = with_names(given, _FIELD_NAMES, place)
-                texts = [row[key] for key in FIELDS if isinstance(row.get(key), str) and row[key].strip()]
+            for row, place in open_rows(part.reference):
+                by_field = _sentences_by_field(row)
+                texts = [text for key in FIELDS for text in by_field.get(key, ())]
                 if not texts:
                     raise UserError(f"{place}: no sentence under any of {', '.join(FIELDS)}; name its column so")
                 sentences |= dict.fromkeys(texts)
+                # A text has several words; a word alone may be an id, a genre or a language.
+                others = by_field.keys() - set(FIELDS)
+                unread.update(key for key in others if any(" " in text.strip() for text in by_field[key]))
+        if unread:
+            columns = "; ".join(f"{key} of {count:,} rows" for key, count in sorted(unread.items()))
+            say(f"{part.reference}: not read as sentences: {columns}.", aside=True)
     if not sentences:
         raise UserError(f"{reference}: holds no sentence; give a text with a sentence on each line")
     return list(sentences)
 
 
+def _sentences_by_field(row: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the texts of a row by their keys; those of FIELDS are in lower case and without their numbers."""
+    texts: dict[str, list[str]] = {}
+    for key, value in row.items():
+        name = str(key).strip().lower()
+        name = next((each for each in (name, _NUMBER.sub("", name)) if each in FIELDS), str(key))
+        cells = value if isinstance(value, list) else [value]
+        texts.setdefault(name, []).extend(cell for cell in cells if isinstance(cell, str) and cell.strip())
+    return texts
+
+
 def read_triples(reference: str | Path) -> list[str]:
     """Read the sentences of a set of rows of query (or anchor), positive and negative, in this order.
+
+    A row with several positives or negatives has a triple for each pair of them.
 
     Raises:
         UserError: there is no row, or one lacks a sentence.
@@ -178,13 +205,13 @@ def read_triples(reference: str | Path) -> list[str]:
     if path.suffix.lower() == ".txt" or _is_plain(path):
         raise UserError(f"{reference}: has no rows of query, positive, negative (data.sentences.triples); name a JSONL")
     sentences: list[str] = []
-    for given, place in open_rows(reference):
-        row = with_names(given, _FIELD_NAMES, place)
-        texts = [next((row[key] for key in keys if key in row), None) for keys in _TRIPLE]
-        triple = [text for text in texts if isinstance(text, str) and text.strip()]
-        if len(triple) != TRIPLE:
+    for row, place in open_rows(reference):
+        by_field = _sentences_by_field(row)
+        parts = [next((by_field[key] for key in keys if by_field.get(key)), []) for keys in _TRIPLE]
+        if not all(parts):
             raise UserError(f"{place}: give query (or anchor), positive and negative, as data.sentences.triples says")
-        sentences += triple
+        for triple in product(*parts):
+            sentences += triple
     if not sentences:
         raise UserError(f"{reference}: holds no row; give rows of query, positive, negative")
     return sentences
@@ -194,7 +221,7 @@ def read_pairs(reference: str | Path) -> list[SentencePair]:
     """Read pairs of sentences with a score.
 
     They are in a TSV file without a header and with the columns score, sentence, sentence; or in a file or data set on
-    the hub with rows of sentence1, sentence2 and score (or similarity_score, or label).
+    the hub with rows of sentence1, sentence2 and score (or similarity_score, or label; or SICK's columns).
 
     Raises:
         UserError: a row is malformed, or the scores are fewer than two or all the same, so that nothing correlates.
@@ -203,11 +230,14 @@ def read_pairs(reference: str | Path) -> list[SentencePair]:
     is_plain = _is_plain(path)
     pairs = list(_read_plain_pairs(path)) if is_plain else []
     for given, place in () if is_plain else open_rows(reference):
-        row = with_names(given, _PAIR_NAMES, place)
-        texts = [row.get(key) for key in _PAIR]
-        score = next((_parse_number(row[key]) for key in _SCORES if key in row), None)
+        row = {key: cell for key, cell in with_names(given, _PAIR_NAMES, place).items() if cell is not None}
+        texts = [next((row[key] for key in keys if key in row), None) for keys in _PAIR]
+        score = next((parse_number(row[key]) for key in _SCORES if key in row), None)
         if score is None or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise UserError(f"{place}: give {', '.join(_PAIR)} and a number as score, similarity_score or label")
+            raise UserError(
+                f"{place}: give sentence1, sentence2 and a number as score, similarity_score or label (there are "
+                f"{', '.join(map(str, row)) or 'none'})"
+            )
         pairs.append(SentencePair(str(texts[0]), str(texts[1]), score))
     if len({pair.score for pair in pairs}) < 2:
         raise UserError(f"{reference}: {len(pairs)} pairs with no two different scores; give pairs whose scores differ")
@@ -218,19 +248,23 @@ def _is_plain(path: Path) -> bool:
     """Return whether a file is a TSV without a header, which begins with a number."""
     if path.suffix.lower() != ".tsv" or not os.path.isfile(path):
         return False
-    return _parse_number(next(text_lines(path), "").split("\t")[0]) is not None
+    return parse_number(next(text_lines(path), "").split("\t")[0]) is not None
 
 
 def _read_plain_pairs(path: Path) -> Iterator[SentencePair]:
     for number, line in enumerate(text_lines(path), start=1):
         cells = line.rstrip("\r\n").split("\t")
-        score = _parse_number(cells[0])
+        score = parse_number(cells[0])
         if len(cells) != 3 or score is None or not cells[1].strip() or not cells[2].strip():
             raise UserError(f"{path}:{number}: not a score and two sentences, separated by tabs; fix the line")
         yield SentencePair(cells[1], cells[2], score)
 
 
-def _parse_number(value: Any) -> float | None:
+def parse_number(value: Any) -> float | None:
+    """Return a number, in a text also with a decimal comma, as spreadsheets write it in many languages; None if it is
+    no finite number."""
+    if isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value.strip()):
+        value = value.replace(",", ".")
     try:
         number = float(value)
     except (TypeError, ValueError):

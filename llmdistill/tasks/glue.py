@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import RunConfig
-from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, encode_pairs
+from llmdistill.data.pairs import PAIRS, EncodedPair, PairExample, encode_pairs, parse_number
 from llmdistill.data.readers import Rows, by_lower_case, read_benchmark_tsv, with_names
 from llmdistill.data.sources import benchmark_rows
 from llmdistill.data.store import SplitWriter, in_pieces
@@ -347,12 +347,8 @@ def read_split(task: str, split: Split, data_dir: str | Path | None) -> list[Pai
             target = named.classes.index(label)
         else:
             label = row[named.label]
-            try:
-                target = float(label)
-            except ValueError:
-                target = -1.0
-            # A nan fails this comparison too.
-            if not 0 <= target <= BEST_SCORE:
+            target = parse_number(label)
+            if target is None or not 0 <= target <= BEST_SCORE:
                 raise UserError(f"{place}: label {label!r}, expected a score from 0 to {BEST_SCORE:g}; fix the line")
         examples.append(PairExample(first, second, target, index))
     if not examples:

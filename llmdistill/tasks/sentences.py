@@ -225,6 +225,7 @@ class Sentences(StoredTask[SentenceData]):
             "prompt": settings.prompt,
             "lower_case": settings.lower_case,
             "triples": self.config.data.sentences.triples,
+            "reader": 2,  # which fields of a row are sentences
             "sets": list(self._list_references()),
         }
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hostile import refuses
@@ -161,6 +162,39 @@ def test_the_files_that_are_read(tmp_path):
     plain.write_text("1\ta\tb\n4.5\tc\ta\n")
     assert read_pairs(plain) == [SentencePair("a", "b", 1.0), SentencePair("c", "a", 4.5)]
     assert read_sentences(plain) == ["a", "b", "c"]
+
+
+def test_every_sentence_of_a_row_is_learned_and_other_columns_are_named(tmp_path, caplog):
+    flag = write_rows(tmp_path / "flag.jsonl", [{"query": "q", "pos": ["p", "r"], "neg": ["n", "o"], "type": "sts"}])
+    assert read_sentences(flag) == ["q", "p", "r", "n", "o"]
+    expected = [["q", pos, neg] for pos in ("p", "r") for neg in ("n", "o")]  # FlagEmbedding draws one of each
+    assert read_triples(flag) == [text for triple in expected for text in triple]
+    mined = write_rows(
+        tmp_path / "mined.jsonl", [{"anchor": "q", "Positive": "p", "negative_1": "n", "negative_2": "o"}]
+    )
+    assert read_sentences(mined) == ["q", "p", "n", "o"]
+    assert read_triples(mined) == ["q", "p", "n", "q", "p", "o"]
+    assert not caplog.records
+    corpus = write_rows(tmp_path / "corpus.jsonl", [{"_id": "d1", "title": "A title", "text": "a"}] * 2)
+    assert read_sentences(corpus) == ["a"]
+    assert "not read as sentences: title of 2 rows" in caplog.text
+    nli = write_rows(tmp_path / "nli.jsonl", [{"premise": "a", "hypothesis": "b", "label": 1}])
+    assert read_sentences(nli) == ["a", "b"]
+
+
+def test_scores_have_decimal_commas_where_spreadsheets_write_them(tmp_path):
+    file = tmp_path / "sts.csv"
+    file.write_text("sentence_A;sentence_B;score;relatedness_score\na, b;b;;3,5\nc;d;;-1,25\ne;f;;4\n")
+    table = pd.read_csv(file, sep=";", decimal=",")
+    scores = table["relatedness_score"].tolist()
+    assert read_pairs(file) == [
+        SentencePair(one, other, score)
+        for one, other, score in zip(*map(table.get, table.columns[:2]), scores, strict=True)
+    ]
+    (tmp_path / "sts.tsv").write_text("3,5\ta\tb\n1,0\tc\td\n")
+    assert [pair.score for pair in read_pairs(tmp_path / "sts.tsv")] == [3.5, 1.0]
+    file.write_text('sentence1,sentence2,score\na,b,"1,234,5"\n')
+    refuses("sts.csv:2: give sentence1, sentence2 and a number as score", read_pairs, file)
 
 
 def test_files_that_are_refused(tmp_path):
