@@ -36,6 +36,17 @@ def file_state(file: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
+def is_lfs_pointer(file: Path) -> bool:
+    """Return whether a file only names the file that Git LFS would have downloaded."""
+    begin = b"version https://git-lfs"
+    with suppress(OSError), file.open("rb") as content:
+        return content.read(len(begin)) == begin
+    return False
+
+
+LFS_REMEDY = "it is a pointer of Git LFS, not the file itself: run git lfs pull in its folder, or download it again"
+
+
 def nearest_folder(folder: Path) -> Path:
     """Return the folder itself, or the nearest folder above it that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from tqdm import tqdm
@@ -87,6 +88,13 @@ def quiet_imports() -> None:
 def say(line: str, *, aside: bool = False) -> None:
     """Write a message of progress or a note on rank 0; `aside`: to stderr, because stdout is for the result alone."""
     logger.info("%s", line, extra={"aside": aside})
+
+
+@lru_cache
+def warn_once(text: str) -> None:
+    """Write a highlighted warning on rank 0, the first time in this process."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("%s", text, extra={"framed": True})
 
 
 _UNREAD = 128 + 13

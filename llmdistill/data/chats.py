@@ -8,12 +8,10 @@ made-up texts.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from llmdistill.data.chat_messages import Turn
 from llmdistill.data.examples import Example
 from llmdistill.errors import UserError
-from llmdistill.messages import logger
+from llmdistill.messages import warn_once
 from llmdistill.models.chat_templates import (
     ANSWER,
     OTHER_ANSWER,
@@ -112,7 +110,7 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
     if not chat.frame.writes_answers:  # the caller refuses an answer that is not learned
         return chat.finish([], [last], is_marked=False, has_end=True)
     if any(key in answer.fields for key in REASONING_KEYS) and not chat.frame.reasoning_key:
-        _warn_once(
+        warn_once(
             "the tokenizer's chat template leaves out the reasoning of answers, so that it is not learned; a template "
             "that writes it can be given in tokenizer_config.json"
         )
@@ -130,7 +128,7 @@ def render_answered(example: Example, tokenizer: PreTrainedTokenizerBase, turns:
         if any(stop > start for (_, stop), (start, _) in pairwise([*parts, (begin, end)])):
             raise _Unclear
     except (_Unclear, UserError):  # a template may refuse the beginning of a conversation
-        _warn_once(
+        warn_once(
             "the tokenizer's chat template does not show where the earlier answers of a conversation begin and end: of "
             "such a conversation the last answer alone is learned (data.turns=last)"
         )
@@ -145,7 +143,7 @@ def check_end_is_marked(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> N
     if not any(token in tokenizer.added_tokens_decoder for token in ids) and not (
         last and str(tokenizer.decode(ids)).rstrip().endswith(last)
     ):
-        _warn_once(
+        warn_once(
             "the {% generation %} marks of the chat template leave out the end of an answer, so that a student does "
             "not learn to stop; move {% endgeneration %} behind the token that ends a turn"
         )
@@ -208,7 +206,7 @@ class _Chat:
         if self.text.startswith(prompt):
             return len(prompt)
         if place == len(self.messages) - 1:
-            _warn_once(
+            warn_once(
                 "what the tokenizer's chat template writes of a conversation does not begin with the prompt that it "
                 "writes for it (add_generation_prompt): what it writes of the whole conversation is learned"
             )
@@ -286,7 +284,7 @@ class _Chat:
         ends = (self._find_older_end(place, candidate, begin, begin) for candidate in silent)
         end = next((end for end in ends if end), 0) or (self._find_first_end(place, begin) if written < 0 else 0)
         if end and written < 0:
-            _warn_once(
+            warn_once(
                 "the tokenizer's chat template leaves out what an earlier answer says beside its calls of tools: of "
                 "such an answer the calls alone are learned"
             )
@@ -447,12 +445,6 @@ def _left_out(omission: _Omission, example: Example) -> UserError:
         f"{source_prefix(example)}the tokenizer's chat template leaves out {omission.what}; give a template that "
         "writes it in tokenizer_config.json, or take it out of the row"
     )
-
-
-@lru_cache
-def _warn_once(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning("%s", text, extra={"framed": True})
 
 
 def source_prefix(example: Example) -> str:

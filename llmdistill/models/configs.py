@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from llmdistill.errors import UserError
-from llmdistill.files import read_json
+from llmdistill.files import LFS_REMEDY, is_lfs_pointer, read_json
 from llmdistill.models.adapters import adapter_folder, embedding_rows, of_base, unties_embeddings
 from llmdistill.models.config_check import check_builds, check_parts, check_values
 from llmdistill.models.families import FAMILIES, is_causal
@@ -42,6 +42,8 @@ def load_config(path: str | Path) -> PreTrainedConfig:
         if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
             raise UserError(f"{file}: it names no model_type: take the config.json that belongs to the model")
         if content["model_type"] not in {*CONFIG_MAPPING_NAMES, *FAMILIES}:
+            if content.get("auto_map"):
+                raise UserError(f"{file}: its model_type {content['model_type']!r} {_OWN_CODE}")
             raise UserError(
                 f"{file}: transformers {transformers.__version__} does not know the model_type "
                 f"{content['model_type']!r}: check the name, or take a newer transformers"
@@ -92,7 +94,12 @@ def not_loaded(path: str | Path, what: str, error: Exception, culprit: str = "")
     """
     reason = shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
     if os.path.isdir(path):
+        pointer = next((file for file in sorted(Path(path).iterdir()) if is_lfs_pointer(file)), None)
+        if pointer is not None:
+            return UserError(f"{pointer}: {LFS_REMEDY}")
         file = _FILES.get(what)
+        if "trust_remote_code" in str(error):
+            return UserError(f"{path}: its {what} {_OWN_CODE}")
         where = path if file is None else os.path.join(path, file)
         return UserError(
             f"{where}: its {what} cannot be loaded ({culprit}{reason}): correct it, or copy the model's files anew"
@@ -103,5 +110,6 @@ def not_loaded(path: str | Path, what: str, error: Exception, culprit: str = "")
     )
 
 
+_OWN_CODE = "needs code of the model's own (auto_map), and none is run: take a model whose classes transformers has"
 _FILES = {"config": "config.json", "tokenizer": "tokenizer_config.json"}
 """The file of a part of a model that is the likely reason why transformers could not load it."""

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from llmdistill.artifacts import new_proven_folder, read_record
 from llmdistill.errors import UserError, install_command
-from llmdistill.files import cache_folder, check_writable, file_state, read_json, write_json
+from llmdistill.files import LFS_REMEDY, cache_folder, check_writable, file_state, is_lfs_pointer, read_json, write_json
 from llmdistill.fingerprints import file_sha256
 from llmdistill.memo import cached_by
 from llmdistill.messages import say
@@ -110,7 +110,8 @@ def _read_header(file: Path) -> tuple[dict[str, Any], Any, int]:
         reader = GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     except Exception as error:  # its reader takes numbers from the file as they are, so it can raise anything
-        raise UserError(f"{file}: cut or damaged, or not GGUF ({_reason(error)}): copy or download it again") from error
+        damage = f"cut or damaged, or not GGUF ({_reason(error)}): copy or download it again"
+        raise UserError(f"{file}: {LFS_REMEDY if is_lfs_pointer(file) else damage}") from error
     parts = fields.get("split.count", 0)
     if parts > 1:
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,6 +22,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import file_state
 from llmdistill.internals.transformers_names import model_class
 from llmdistill.memo import cached_by
+from llmdistill.messages import warn_once
 from llmdistill.models.adapters import CONFIG_FILE, adapter_folder, apply_adapter, cast_parameters, of_base
 from llmdistill.models.companions import read_generation_settings, save_model
 from llmdistill.models.config_check import built_from, cannot_build, check_weight_shapes
@@ -179,9 +181,32 @@ def _load_weights(
             f"{path}: {len(missing)} weights are missing, such as {min(missing)}: give a whole checkpoint of this "
             f"architecture{HEADS[head].with_head}"
         )
+    warn_of_unread(model, info["unexpected_keys"], path)
     if form is not None:
         form.settle(model)
     return fuse_gelu(model)
+
+
+def warn_of_unread(model: PreTrainedModel, tensors: Iterable[str], path: str | Path) -> None:
+    """Warn of the saved tensors without a place in a model that belong to a module it has, such as a linear's bias.
+
+    Without them the model computes something else than it has learned. Those of other modules, such as another head,
+    say nothing about this one.
+    """
+    prefix = f"{model.base_model_prefix}."
+    own = {name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
+
+    def has_place(name: str) -> bool:
+        module = name.rpartition(".")[0]
+        return not own.isdisjoint((module, module.removeprefix(prefix), prefix + module))
+
+    unread = sorted(filter(has_place, tensors))
+    if unread:
+        warn_once(
+            f"{path}: {len(unread)} of its tensors have no place in a {type(model).__name__} of its config.json, such "
+            f"as {unread[0]}, so that the model is not the one that was trained: take the config.json that belongs to "
+            "the weights"
+        )
 
 
 def fuse_gelu(model: PreTrainedModel) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from llmdistill.models.adapters import WEIGHTS_FILE
 from llmdistill.models.companions import download, take_generation_settings
 from llmdistill.models.families import is_head
 from llmdistill.models.heads import HEADS, HeadName
-from llmdistill.models.load import build_meta, check_files, config_with_head, install_saved, load_model
+from llmdistill.models.load import build_meta, check_files, config_with_head, install_saved, load_model, warn_of_unread
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,10 @@ def load_sharded(
         else:
             sharding.shard(parameter, names[0])
     _initialize(model, saved)
+    prefix = f"{model.base_model_prefix}."
+    places = {name for names in parameters.values() for name in names} | {name for name, _ in model.named_buffers()}
+    places |= {prefix + name for name in places} | {name.removeprefix(prefix) for name in places}
+    warn_of_unread(model, saved.keys() - places, path)
     # Only now, because a parameter is initialized as a whole.
     for parameter, name in new.items():
         sharding.shard(parameter, name)

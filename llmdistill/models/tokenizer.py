@@ -18,6 +18,8 @@ from llmdistill.models.unembedded import set_rows
 
 _SENTENCEPIECE_FILES = ("tokenizer.model", "sentencepiece.bpe.model")
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", *_SENTENCEPIECE_FILES)
+_OTHER_TOKENIZERS = ("tekken.json", "*.tiktoken", "tiktoken.model")
+"""What other libraries read; Mistral, Qwen and Kimi have them."""
 _PROCESSOR_TEMPLATE = "chat_template.json"
 """The chat template of an older model that sees images too, whose processor had it."""
 _GPT2_END = "<|endoftext|>"
@@ -43,7 +45,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if adapter is not None and not has_tokenizer(adapter):
         return of_base(adapter, load_tokenizer)
     if folder is not None and not has_tokenizer(folder):
-        raise UserError(f"{path}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)}): copy its files in")
+        others = [file.name for pattern in _OTHER_TOKENIZERS for file in folder.glob(pattern)]
+        remedy = (
+            f"{others[0]} is not read, take the tokenizer.json of the same model" if others else "copy its files in"
+        )
+        raise UserError(f"{path}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)}): {remedy}")
     sentencepiece = None
     if folder is not None and not (folder / "tokenizer.json").is_file():
         sentencepiece = next((folder / name for name in _SENTENCEPIECE_FILES if (folder / name).is_file()), None)

@@ -171,7 +171,7 @@ def tokenizer_of(
     if tokenizer is not None:
         fit_tokenizer(tokenizer, load_config(source) if isinstance(model, str | Path) else model.config, "tokenizer")
         return tokenizer
-    if not str(source) or not brings_tokenizer(source):
+    if isinstance(model, PreTrainedModel) and (not str(source) or not brings_tokenizer(source)):
         raise UserError(
             f"tokenizer is missing: this {type(model).__name__} was not loaded from a folder with one; give it"
         )

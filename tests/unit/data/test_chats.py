@@ -387,7 +387,7 @@ def test_earlier_calls_of_tools_with_a_text_are_learned_as_the_template_writes_t
         {"role": "user", "content": "And?"},
         {"role": "assistant", "content": "Yes."},
     ]
-    chats._warn_once.cache_clear()
+    chats.warn_once.cache_clear()
     tokenizer = chatting(template)
     for length in (4, 6):
         [item] = encode([parse_row({"messages": messages[:length]}, "a")], tokenizer, LONG).items
@@ -400,7 +400,7 @@ def test_earlier_calls_of_tools_with_a_text_are_learned_as_the_template_writes_t
 
 
 def test_a_rendering_that_does_not_begin_with_its_prompt_is_one_warning(capsys):
-    chats._warn_once.cache_clear()
+    chats.warn_once.cache_clear()
     encode([CHATS["plain"], CHATS["system"]] * 2, chatting(FORGETS), LONG)
     assert capsys.readouterr().err.count("does not begin") == 1
     other = chatting(CHATML.replace("{% if add_generation_prompt %}<|im_start|>", "{% if add_generation_prompt %}>>"))
@@ -446,7 +446,7 @@ def test_answers_end_where_they_do_with_a_template_for_chats_with_tools_alone():
 
 @pytest.mark.parametrize(("name", "is_said"), [("chatml", True), ("closed", False)])
 def test_reasoning_that_a_template_leaves_out_is_said_once(name, is_said, capsys):
-    chats._warn_once.cache_clear()
+    chats.warn_once.cache_clear()
     encode([CHATS["thinking"], CHATS["plain"], CHATS["thinking"]], chatting(TEMPLATES[name]), LONG)
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert said.count("leaves out the reasoning of answers") == is_said
@@ -454,7 +454,7 @@ def test_reasoning_that_a_template_leaves_out_is_said_once(name, is_said, capsys
 
 @pytest.mark.parametrize("is_marked", [True, False])
 def test_an_end_that_the_marks_leave_out_is_said_once(is_marked, capsys):
-    chats._warn_once.cache_clear()
+    chats.warn_once.cache_clear()
     end = "<|im_end|>\n{% endgeneration %}"
     unmarked = TEMPLATES["marked"].replace(end, "{% endgeneration %}<|im_end|>\n")
     tokenizer = chatting(TEMPLATES["marked"] if is_marked else unmarked)

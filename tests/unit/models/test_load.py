@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import BertForMaskedLM, BertForPreTraining, BertForSequenceClassification, BertModel, LlamaTokenizer
 from word_models import save_tokenizer
 
+from llmdistill.api import evaluate
 from llmdistill.data.sources import read_examples
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -249,3 +250,62 @@ def test_a_model_that_would_be_misread_is_refused_and_a_missing_package_named(tm
     monkeypatch.setitem(sys.modules, "google.protobuf", None)
     with pytest.raises(UserError, match="needs the package protobuf: pip install protobuf"):
         load_tokenizer(unigram)
+
+
+def test_a_tensor_that_the_model_has_no_place_for_is_told(tmp_path, caplog):
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "llmdistill"]
+
+    biased = tiny_model("llama", attention_bias=True)
+    for layer in biased.model.layers:
+        torch.nn.init.normal_(layer.self_attn.q_proj.bias)
+    biased.save_pretrained(tmp_path)
+    load_model(tmp_path, dtype=torch.float32)
+    assert said() == []
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "attention_bias": False}))
+    plain = load_model(tmp_path, dtype=torch.float32)  # as transformers does, which says so in a report
+    ids = torch.arange(8)[None]
+    assert not torch.allclose(plain(ids).logits, biased.eval()(ids).logits, atol=1e-3)
+    assert (
+        "8 of its tensors have no place in a LlamaForCausalLM of its config.json, such as model.layers.0" in caplog.text
+    )
+    caplog.clear()
+    # Old buffers and other heads are no parameters of a module that is there.
+    tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    weights = load_file(tmp_path / "gpt2" / "model.safetensors")
+    weights |= {"transformer.h.0.attn.bias": torch.ones(1), "score.weight": torch.ones(2, 2)}
+    save_file(weights, tmp_path / "gpt2" / "model.safetensors", metadata={"format": "pt"})
+    load_model(tmp_path / "gpt2", dtype=torch.float32)
+    BertForSequenceClassification(BERT).save_pretrained(tmp_path / "bert")
+    load_model(tmp_path / "bert", dtype=torch.float32, head="none")
+    assert said() == []
+
+
+def test_pointers_and_code_of_a_download_are_named(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    byte_level(264).save_pretrained(tmp_path)
+    whole = (tmp_path / "tokenizer.json").read_bytes()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
+    (tmp_path / "tokenizer.json").write_text(pointer)
+    with pytest.raises(UserError, match=r"tokenizer\.json: it is a pointer of Git LFS"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(whole)
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["t.Own", null]}}'
+    )
+    with pytest.raises(UserError, match=r"its tokenizer needs code of the model's own \(auto_map\), and none is run"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(UserError, match=r"model\.safetensors: it is a pointer of Git LFS"):
+        load_model(tmp_path, dtype=torch.float32)
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "c.Own"}}')
+    with pytest.raises(UserError, match=r"its model_type 'own' needs code of the model's own"):
+        load_config(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no tokenizer there .*: tekken\.json is not read, take the tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="no tokenizer there"):  # and not that a str lacks one
+        evaluate(tmp_path, [{"instruction": "a", "output": "b"}])
