@@ -108,8 +108,8 @@ def compress(
         tokenizer: the tokenizer to save in `output`; by default that of the folder or name the model was loaded from.
         device: the device that decomposes the matrices; by default a model's own, and for a named one the GPU if any.
         calibration: the data of a weighting: rows of instructions, texts, a file or a name, or "teacher" for what the
-            model writes itself; or a mapping of these
-            `data` and other fields of `llmdistill.config.CalibrationConfig`, such as examples and seed.
+            model writes itself; or a mapping of these `data` and other fields of
+            `llmdistill.config.CalibrationConfig`, such as examples and seed.
         lost: a dict that is given what each matrix W loses in its product W', by its name: the squared Frobenius norms
             of W - W' and of W. `llmdistill.students.reconstruction.by_kind` sums them over the kinds of matrices.
         distance: a list that is given how far the student of a decoder is from the model, on held-out calibration data,
@@ -219,7 +219,7 @@ def export(
         llmdistill.export(student, "small", to="int4", group_size=64)
 
     Args:
-        student: a factorized student, for ONNX and few bits any model. A student in memory is not changed.
+        student: a factorized student; for ONNX, GGUF and few bits any model. A student in memory is not changed.
         output: a new folder. It gets its name when it has been loaded again.
         to: dense is a stock Hugging Face model; onnx keeps the factors; gguf is a file for llama.cpp; int8 and int4
             round the layers' linears. Forms of other packages (llmdistill.forms) add their own.
@@ -227,8 +227,8 @@ def export(
         tokenizer: the tokenizer of a student in memory; by default that of the folder it was loaded from.
         data: rows on which the outputs are compared with the student's, as `evaluate` reads them; by default rows of
             this package.
-        **settings: of the form, as a run has them: group_size and packed for int8 and int4; weights and tokenizer_file
-            for gguf (see `serving.gguf_export.GgufSettings`).
+        **settings: of the form, as a run has them: group_size, packed and embeddings for int8 and int4; weights and
+            tokenizer_file for gguf (see `serving.gguf_export.GgufSettings`).
 
     Returns:
         output, params (the number of parameters), largest_difference of an output, comparison (the figures of

@@ -32,9 +32,9 @@ def build_parser(prog: str) -> ArgumentParser:
     text = "Folder, hub name or GGUF file of the model, or embedded:teacher."
     parser.add_argument("--model", type=str, required=True, help=text)
     text = "Sets of instruction, input, output: JSONL, JSON, Parquet, CSV or TSV files, hub names, or embedded:NAME; "
-    text += "and plain texts (.txt), whose perplexity is measured."
+    text += "and texts (.txt, or rows of text), whose perplexity is measured."
     parser.add_argument("--data", type=str, nargs="+", default=[], metavar="FILE", help=text)
-    text = "What --data holds; default: a .txt is a text, anything else instructions."
+    text = "What --data holds; default: text for a .txt and for rows of text, else instructions."
     parser.add_argument("--kind", "--data.kind", type=Literal["instructions", "text"], help=text)
     text = f"Test sets by name, separated by commas: {', '.join([*SETS, *TEXTS])} (wikitext2 is WikiText-2's test "
     text += "text, its lines joined as in the papers on SVD). Or one suite with settings of its own, which --help "

@@ -47,7 +47,7 @@ class TextConfig:
     """How a corpus is read and which of its tokens are labels."""
 
     field: str = "text"
-    """Key of the text in rows of JSONL, JSON, Parquet, CSV or a data set on the hub; each row is a document. In a
+    """Key of the text in rows of JSONL, JSON, Parquet, CSV, TSV or a data set on the hub; each row is a document. In a
     plain text file a line is a segment, and an empty line ends a document."""
     mask_share: float = dataclasses.field(
         default=0.15, metadata=takes(lambda value: 0 < value < 1, "give a share between 0 and 1, 0.15 is usual")
@@ -74,10 +74,9 @@ class TextConfig:
     sampling_exponent: float | None = dataclasses.field(
         default=None, metadata=takes(lambda value: 0 <= value <= 1, "give 0 to 1, 0.3 is XLM-R's")
     )
-    """Sample the parts of the training text, which are the files and folders directly in the folder data.train, one for
-    each language, with probabilities proportional to the power of their size to this exponent, from 0 (all parts
-    alike) to 1 (as they are); XLM-R takes 0.3, so that small languages are seen more often. Default: the folder is one
-    text."""
+    """Sample the parts of the training text (the files and folders directly in data.train, one for each language) in
+    proportion to their size to the power of this number: 0 draws all parts alike, 1 draws them by size, and XLM-R's
+    0.3 shows small languages more often. Default: the folder is one text."""
     valid_sequences: int = dataclasses.field(default=512, metadata=at_least(1))
     """Number of sequences of data.valid that are used, from its beginning."""
 
@@ -163,7 +162,7 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SentencesConfig:
-    """How the embeddings of sentences are made. Files of sentence-transformers beside the teacher say it by default."""
+    """How the embeddings of sentences are made. By default the teacher's files of sentence-transformers decide."""
 
     pooling: Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"] | None = None
     """How the outputs of the tokens become the embedding; default: as in the teacher's 1_Pooling/config.json, and
@@ -180,8 +179,8 @@ class RolloutConfig:
     """What writes the answers of the student (data.on_policy)."""
 
     url: str | None = field(default=None, metadata=FREE | ADDRESS)
-    """Address of a vLLM server that writes them, such as http://localhost:8000, to which the weights of the student are
-    handed over; docs/methods.md says how it is started. Default: the student itself, by transformers' generate."""
+    """Address of a vLLM server that writes them, such as http://localhost:8000, and gets the student's weights from the
+    run; docs/methods.md says how to start it. Default: the student itself, by transformers' generate."""
     every: int = field(default=1, metadata=at_least(1))
     """Number of steps between two hand-overs of the weights to the server; with more than 1 an older student writes."""
     wait: float = field(default=600.0, metadata=FREE | PATIENCE)
@@ -226,9 +225,9 @@ class DataConfig:
     the untrained and the trained student: a share below 1 (8 to 200 rows, at most a quarter of the set), a number, or
     0. Only for instructions that are not streamed. Default: 2 %, or 0 if there is a validation set."""
     tests: dict[str, str] = field(default_factory=dict, metadata=FREE | COMMON)
-    """Test sets as {name: path}: instructions, pairs of sentences, or texts (.txt). Every model of the final table is
-    scored on each, on a text by its perplexity in windows (scoring.window, scoring.stride). The lines of a text named
-    wikitext2 are joined as in the papers on SVD."""
+    """Test sets as {name: path}: instructions, pairs of sentences, or texts (.txt, or rows of text). Every model of
+    the final table is scored on each, on a text by its perplexity in windows (scoring.window, scoring.stride). The
+    lines of a text named wikitext2 are joined as in the papers on SVD."""
     streaming: bool = False
     """Read the training set while training instead of before it, for sets that do not fit into memory."""
     shuffle_buffer: int = field(default=10_000, metadata=at_least(1, " (1 does not shuffle)"))

@@ -14,8 +14,8 @@ from llmdistill.config.marks import FREE, OVER_0, SHARE_OVER_0, at_least, each_o
 class GenerationConfig:
     """How answers and texts are scored, as in MiniLLM and in the papers on SVD.
 
-    Only the decoding is greedy by default: MiniLLM's five sampling passes are for its sets (--suite) and the recipes of
-    papers.
+    Unlike in MiniLLM, decoding is greedy by default; MiniLLM's sets (--suite) and the papers' recipes use its five
+    sampling passes.
     """
 
     decoding: Literal["sample", "greedy"] = "greedy"

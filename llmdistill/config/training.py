@@ -78,7 +78,8 @@ class TrainConfig:
     liger: bool | Literal["auto"] = field(default=False, metadata=FREE)
     """Run RMSNorm, RoPE and SwiGLU of both models with Liger's kernels (the extra liger), one launch each; equal up to
     rounding, and not yet measured on a GPU. auto: on a GPU with the library, unless the layers are compiled. Only for
-    granite, llama, mistral, olmo2, qwen2, qwen3 and smollm3; other models stay as they are."""
+    granite, llama, mistral, olmo2, qwen2, qwen3 and smollm3 with SiLU; other models stay as they are, but true refuses
+    other students."""
     log_every: int | None = field(default=10, metadata=FREE | at_least(1))
     """Steps between two lines of the log; null writes about four lines. A validation has its own line."""
     report_to: list[Literal["tensorboard", "wandb", "mlflow"]] | None = field(

@@ -57,9 +57,10 @@ class DistillationLoss:
             optimizer.step()
             optimizer.zero_grad()
 
-    The logits of a batch are never computed all at once, and only the hidden tensors that a term needs are kept. Both
-    models have hooks until `remove()`; outside a call of the loss they run as before. They must be loaded with
-    `attn_implementation="sdpa"`, the default of transformers. Each call allows one backward pass.
+    The logits of a batch are not computed all at once (except for architectures without an entry in
+    `models.families.FAMILIES`), and only the hidden tensors that a term needs are kept. Both models have hooks until
+    `remove()`; outside a call of the loss they run as before. They must be loaded with `attn_implementation="sdpa"`,
+    the default of transformers. Each call allows one backward pass.
     """
 
     def __init__(
