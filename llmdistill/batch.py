@@ -133,6 +133,8 @@ class Batch:
     """For each row the name of the teacher that its examples ask for, "" for none; empty if the data name none."""
     requests: tuple[Future[TopK], ...] = ()
     """The answers to come from a teacher behind a server, one for each sequence; empty before they are requested."""
+    copied_from: Batch | None = None
+    """The batch on the CPU of which this one is a copy on a device; None on the CPU."""
 
     @property
     def mask(self) -> AttentionMask:
@@ -181,7 +183,7 @@ class Batch:
 
     def without_positions(self) -> Batch:
         """The same batch as before `with_positions`."""
-        return replace(self, label_positions=None, token_positions=None, padding=None, sequences=None)
+        return replace(self, label_positions=None, token_positions=None, padding=None, sequences=None, copied_from=None)
 
     def pad_to_multiple(self, multiple: int, longest: int) -> Batch:
         """The same batch with more padding on the right: its length is a multiple, but at most `longest`.
@@ -201,7 +203,7 @@ class Batch:
             name: functional.pad(tensor, (0, more), value=fills.get(name, 0))
             for name, tensor in self._of_tokens().items()
         }
-        return replace(self, **longer)
+        return replace(self, copied_from=None, **longer)
 
     def select(self, rows: slice | list[int], longest: int | None = None) -> Batch:
         """Some rows of a batch without `label_positions`, and without padding on the right that none of them needs.
@@ -213,6 +215,7 @@ class Batch:
         longest = self.input_ids.shape[1] if longest is None else longest
         length = min(int(real_T[-1]) + 1 if len(real_T) else 1, longest)
         cut: dict[str, Any] = {name: tensor[rows, :length] for name, tensor in self._of_tokens().items()}
+        cut["copied_from"] = None
         if self.visible_until is not None:
             cut["visible_until"] = cut["visible_until"].clamp(max=length)  # at padding it is the length
         if self.targets is not None:
@@ -239,13 +242,19 @@ class Batch:
         assert self.label_positions is not None, "call with_positions first"
         return predicted_labels(self.labels, shift=shift).flatten().index_select(0, self.label_positions)
 
+    def on_cpu(self) -> Batch:
+        """The same batch on the CPU, where its values may be read: no GPU is asked for a batch that came from there."""
+        return self.to("cpu") if self.copied_from is None else self.copied_from
+
     def to(self, device: torch.device | str) -> Batch:
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "copied_from"}
         # The loader pins its batches, so the copies to a GPU run beside the host's work. What comes back from a GPU is
         # read at once, and must have arrived.
         beside = getattr(device, "type", device) != "cpu"
         movable = {name: value for name, value in values.items() if hasattr(value, "to")}
-        return replace(self, **{name: value.to(device, non_blocking=beside) for name, value in movable.items()})
+        moved = {name: value.to(device, non_blocking=beside) for name, value in movable.items()}
+        here = self if self.input_ids.device.type == "cpu" else self.copied_from
+        return replace(self, copied_from=here if beside else None, **moved)
 
 
 class Loader(Protocol):
@@ -359,7 +368,8 @@ class OtherTokens(NamedTuple):
     """What a teacher with another tokenizer says of a batch: its own rows, and the rows of the student they belong to.
 
     Both have read the same text. A span is a stretch of it, as short as it can be, that begins and ends at the same
-    bytes in both tokenizations. Of M rows of the teacher and N of the student:
+    bytes in both tokenizations. Of M rows of the teacher and N of the student; all but head and labels are on the CPU,
+    because how many rows are compared is a value:
     """
 
     head: HeadInputs

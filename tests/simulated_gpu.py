@@ -3,8 +3,9 @@
     python tests/simulated_gpu.py    # JSON: the result of each piece of work, there and on a CPU, and its waits
 
 What a GPU refuses is refused here: an operation on tensors of two devices. Where the host would wait for a GPU, because
-it asks for a value or for a size that depends on values, that is counted, with the lines that ask. Kernels, speed and
-memory are not simulated. The backend is registered for the whole process, hence a process of its own.
+it asks for a value or for a size that depends on values, or waits for a copy, that is counted, with the lines that ask.
+Kernels, speed and memory are not simulated. The backend is registered for the whole process, so this is a process of
+its own.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from llmdistill.students.start.cuts import divergences, predict_losses  # noqa: 
 from llmdistill.students.start.moments import measure_moments  # noqa: E402
 from llmdistill.students.start.weighted import WeightedFactors, weighted_svd  # noqa: E402
 from llmdistill.tasks.distance import Distance, compare_rows, read_rows  # noqa: E402
+from llmdistill.tasks.reference_loss import label_loss  # noqa: E402
 from llmdistill.teachers.few_bits import round_teacher  # noqa: E402
 from llmdistill.teachers.several import TeachersOfRows  # noqa: E402
 
@@ -133,10 +135,14 @@ def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     masks = (
         [each for each in args[1] or () if each is not None and each.dtype == torch.bool] if packet in INDEXED else ()
     )
-    if on_gpu and (packet in ASKS or masks or (func is aten._to_copy.default and not to_gpu)):
-        count_wait()
     if func is aten.copy_.default:
         to_gpu = isinstance(args[0], OnGpu)
+    waits_for_copy = func in COPIES and (
+        not to_gpu or (len(on_gpu) < len(tensors) and not (kwargs.get("non_blocking") or args[2:] == (True,)))
+    )
+    indices = [each for each in args[1] if each is not None] if packet in INDEXED else []
+    if waits_for_copy or (on_gpu and (packet in ASKS or masks or not all(isinstance(each, OnGpu) for each in indices))):
+        count_wait()
     plain_args, plain = tree_map(lambda each: each.inner if isinstance(each, OnGpu) else each, (args, dict(kwargs)))
     if named is not None and to_gpu:
         plain["device"] = "cpu"
@@ -157,6 +163,8 @@ def _empty(size: Any, stride: Any = None, dtype: Any = None, **_: Any) -> OnGpu:
 
 
 def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    if not non_blocking:
+        count_wait()
     inner = [each.inner if isinstance(each, OnGpu) else each for each in (source, target)]
     inner[1].copy_(inner[0])
     return target
@@ -269,6 +277,13 @@ def compare(device: torch.device, count: int) -> list[float]:
     return [rounded, compare_rows(rows, read_rows(exact, batches, "student")).divergence]
 
 
+def score(device: torch.device, count: int) -> list[float]:
+    """The losses of references."""
+    with label_loss(small_llama(device).eval(), shift=True) as loss_of:
+        losses = [loss_of(batch)[0] for batch in small_batches(count)]
+    return [float(torch.stack(losses).sum())]
+
+
 def compress(device: torch.device, count: int) -> list[float]:
     """The divergence of a student whose ranks go by the predicted loss."""
     calibration = {"data": "embedded:train", "examples": 4 * count, "held_out": 8, "micro_batch_size": 4}
@@ -293,6 +308,7 @@ WORK: dict[str, Callable[[torch.device, int], list[Any]]] = {
     "rows of two teachers": rows_of_two_teachers,
     "answer": answer,
     "compare": compare,
+    "score": score,
     "compress": compress,
 }
 

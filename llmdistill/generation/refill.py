@@ -201,7 +201,7 @@ class Refill:
         if not staying:
             self._cache = DynamicCache()
             return
-        places = torch.tensor(staying, device=self._model.device)
+        places = torch.tensor(staying).to(self._model.device, non_blocking=True)
         self._mask_BT = self._mask_BT[places]
         # Columns that only rows had that have left.
         first = int(self._mask_BT.any(0).int().argmax())
@@ -216,7 +216,7 @@ def pad_left(rows: Sequence[list[int]], padding: int, device: torch.device) -> t
     width = max(map(len, rows))
     tokens_BT = torch.tensor([[padding] * (width - len(ids)) + ids for ids in rows])
     mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows])
-    return tokens_BT.to(device), mask_BT.to(device)
+    return tokens_BT.to(device, non_blocking=True), mask_BT.to(device, non_blocking=True)
 
 
 def _layers(cache: DynamicCache) -> list[Any]:

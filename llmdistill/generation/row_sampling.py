@@ -82,7 +82,7 @@ class _Sampling(RowSamples):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """See RowDraws."""
-        rows_B = torch.tensor(self._rows, device=scores.device)
+        rows_B = torch.tensor(self._rows).to(scores.device, non_blocking=True)
         drawn_BV = super().__call__(input_ids, scores)
         chosen_B, going_B = drawn_BV.argmax(-1), self._going_B[rows_B]
         nats_B = -scores.float().log_softmax(-1).gather(-1, chosen_B[:, None])[:, 0]

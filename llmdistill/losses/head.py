@@ -108,7 +108,7 @@ def token_losses(
             teacher_at = teacher.at
         elif teacher is not None:
             teacher_at = teacher.logits_at
-        factors = factors.to(device=head.rows.device, dtype=exact)
+        factors = factors.to(device=head.rows.device, dtype=exact, non_blocking=True)
         bound, unit = BoundTokenTerms(terms, factors), None
         if dtype == torch.float16:
             # fp16 would lose derivatives as small as 1 / count, so the backward pass multiplies by `unit`.

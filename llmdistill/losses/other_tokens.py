@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,13 +42,16 @@ class SpanRows:
     labels: Tensor
     """(n,): the token that each row predicts."""
     pairs: Tensor
-    """(n,), as in OtherTokens."""
+    """(n,), as in OtherTokens, on the CPU."""
     starts: Tensor
-    """(n,), as in OtherTokens."""
+    """(n,), as in OtherTokens, on the CPU."""
     values: Tensor
     """(n,): the loss of a span at the row of its first token; 0 elsewhere."""
+    spans: Tensor
+    """(n,), `student_spans` of OtherTokens, on the CPU."""
     pulls: Tensor
-    """(n,): its derivative with respect to the log-probability of the token that the row predicts."""
+    """(n,): its derivative with respect to the log-probability of the token that the row predicts; 0 outside of
+    spans."""
 
     @classmethod
     def of(
@@ -59,21 +63,32 @@ class SpanRows:
             log_p_S = _span_log_likelihoods(teacher.head, teacher.labels, teacher.spans, teacher.num_spans)
             log_q_S = _span_log_likelihoods(student, labels_N, teacher.student_spans, teacher.num_spans)
             loss_S, derivative_S = likelihood_loss(log_p_S, log_q_S)
-            inside = teacher.student_spans >= 0  # -1 outside of spans
-            pulls[inside] = derivative_S[teacher.student_spans[inside]].to(dtype)
-            first = teacher.starts >= 0
-            values[first] = loss_S[teacher.student_spans[first]].to(dtype)
+            # The loss of a span is at the row of its first token alone.
+            first_N = teacher.student_spans.where(teacher.starts >= 0, -1)
+            for spans_N, target_N, of_span_S in (
+                (teacher.student_spans, pulls, derivative_S),
+                (first_N, values, loss_S),
+            ):
+                rows_n, spans_n = _known(spans_N, labels_N.device)
+                target_N.index_copy_(0, rows_n, of_span_S[spans_n].to(dtype))
         # The size of a vocabulary is the width of the logits, without a weight the rows themselves.
         ours, theirs = (
-            _Classes.of(ids, (head.rows if head.weight is None else head.weight.T).shape[1])
+            _Classes.of(ids, (head.rows if head.weight is None else head.weight.T).shape[1], labels_N.device)
             for ids, head in zip(teacher.shared, (student, teacher.head), strict=True)
         )
-        return cls(teacher, (ours, theirs), labels_N, teacher.pairs, teacher.starts, values, pulls)
+        spans_N = teacher.student_spans
+        return cls(teacher, (ours, theirs), labels_N, teacher.pairs, teacher.starts, values, spans_N, pulls)
 
     def at(self, here: slice) -> SpanRows:
         """Return some of the rows."""
-        parts = (self.labels, self.pairs, self.starts, self.values, self.pulls)
+        parts = (self.labels, self.pairs, self.starts, self.values, self.spans, self.pulls)
         return SpanRows(self.teacher, self.classes, *(tensor[here] for tensor in parts))
+
+
+def _known(numbers_n: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the rows whose number is not -1, and their numbers, both on the device."""
+    rows_n = (numbers_n >= 0).nonzero()[:, 0]
+    return _moved(rows_n, device), _moved(numbers_n[rows_n], device)
 
 
 def likelihood_loss(log_p_S: Tensor, log_q_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,11 +106,17 @@ def likelihood_loss(log_p_S: Tensor, log_q_S: Tensor) -> tuple[Tensor, Tensor]:
 def _span_log_likelihoods(head: HeadInputs, labels_N: Tensor, spans_N: Tensor, num_spans: int) -> Tensor:
     """Return the log-likelihood of each span, the sum over its tokens, (S,) fp64."""
     log_likelihood_S = torch.zeros(num_spans, dtype=torch.float64, device=labels_N.device)
-    for rows_n in (spans_N >= 0).nonzero()[:, 0].split(_CHUNK):
+    for here_n in (spans_N >= 0).nonzero()[:, 0].split(_CHUNK):
+        rows_n, spans_n = (_moved(each, labels_N.device) for each in (here_n, spans_N[here_n]))
         log_q_nV = exact_logits(head, rows_n).log_softmax(-1)
         log_q_n = log_q_nV.gather(1, labels_N[rows_n, None])[:, 0].clamp(min=LOG_FLOOR)
-        log_likelihood_S.index_add_(0, spans_N[rows_n], log_q_n.double())
+        log_likelihood_S.index_add_(0, spans_n, log_q_n.double())
     return log_likelihood_S
+
+
+def _moved(indices: Tensor, device: torch.device) -> Tensor:
+    """Return indices that were found on the CPU: on a GPU the host would wait for their number."""
+    return indices.to(device, non_blocking=True)
 
 
 def exact_logits(head: HeadInputs, here: slice | Tensor) -> Tensor:
@@ -130,8 +151,8 @@ def _compare_pairs(logits_NV: Tensor, teacher: SpanRows, term: TokenTerm) -> tup
     logits.
     """
     assert term.divergence is not None
-    rows_n, t = (teacher.pairs >= 0).nonzero()[:, 0], term.temperature
-    p_logits_nV = exact_logits(teacher.teacher.head, teacher.pairs[rows_n]).to(logits_NV.dtype)
+    rows_n, pairs_n, t = *_known(teacher.pairs, logits_NV.device), term.temperature
+    p_logits_nV = exact_logits(teacher.teacher.head, pairs_n).to(logits_NV.dtype)
     log_q_nV = (logits_NV[rows_n] / t).log_softmax(-1)
     ours, theirs = teacher.classes
     # Both sides need the same classes, also where one of them has nothing in the rest.
@@ -157,11 +178,12 @@ class _Classes:
     rest: Tensor
     """The ids of all other tokens."""
 
-    @classmethod
-    def of(cls, shared_K: Tensor, words: int) -> _Classes:
-        is_rest = torch.ones(words, dtype=torch.bool, device=shared_K.device)
+    @staticmethod
+    @lru_cache(maxsize=4)  # the shared tokens of a run are the same tensors in each batch
+    def of(shared_K: Tensor, words: int, device: torch.device) -> _Classes:
+        is_rest = torch.ones(words, dtype=torch.bool)
         is_rest[shared_K] = False
-        return cls(shared_K, is_rest.nonzero()[:, 0])
+        return _Classes(_moved(shared_K, device), _moved(is_rest.nonzero()[:, 0], device))
 
     @property
     def has_rest(self) -> bool:
@@ -186,7 +208,7 @@ class _Classes:
 
 def _compare_likelihoods(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
     """Compare rows within spans by the likelihood of the spans; results as in `_compare_pairs`."""
-    rows_n = (teacher.pulls != 0).nonzero()[:, 0]
+    rows_n, _ = _known(teacher.spans, logits_NV.device)
     # ∂log q_label/∂z = one-hot label - q
     derivative_nV = logits_NV[rows_n].softmax(-1).mul_(-teacher.pulls[rows_n, None])
     derivative_nV[torch.arange(len(rows_n), device=rows_n.device), teacher.labels[rows_n]] += teacher.pulls[rows_n]
@@ -195,9 +217,9 @@ def _compare_likelihoods(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm)
 
 def _compare_sorted(logits_NV: Tensor, teacher: SpanRows, _term: TokenTerm) -> tuple[Tensor, Tensor, Tensor]:
     """Compare rows that predict a span's first token by their sorted distributions; results as in `_compare_pairs`."""
-    rows_n = (teacher.starts >= 0).nonzero()[:, 0]
+    rows_n, starts_n = _known(teacher.starts, logits_NV.device)
     q_nV = logits_NV[rows_n].softmax(-1)
-    p_nV = exact_logits(teacher.teacher.head, teacher.starts[rows_n]).to(logits_NV.dtype).softmax(-1)
+    p_nV = exact_logits(teacher.teacher.head, starts_n).to(logits_NV.dtype).softmax(-1)
     sorted_q_nV, order_nV = q_nV.sort(-1, descending=True)
     sorted_p_nV = p_nV.sort(-1, descending=True).values
     missing = q_nV.shape[1] - p_nV.shape[1]

@@ -56,7 +56,7 @@ class SeveralHeads(NamedTuple):
                 parts.append(exact_logits(head, slice(first, end)))
                 order.append(places_n[first:end] - here.start)
             # The parts stand teacher by teacher; this is the order of the positions.
-            rows_n = torch.from_numpy(np.argsort(np.concatenate(order))).to(parts[0].device)
+            rows_n = torch.from_numpy(np.argsort(np.concatenate(order))).to(parts[0].device, non_blocking=True)
             return torch.cat(parts).index_select(0, rows_n)
         average_nV: Tensor | None = None
         for head, weight in zip(self.heads, self.weights, strict=True):

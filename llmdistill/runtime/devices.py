@@ -81,6 +81,15 @@ def installed_versions(libraries: Sequence[str]) -> dict[str, str]:
     return versions
 
 
+def to_device_later(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Begin to copy a tensor of the CPU to a device; on a GPU the host waits neither for the copy nor for earlier work.
+
+    The work that is queued from now on sees the values.
+    """
+    # From memory that is not pinned the driver may wait for the device first.
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 def to_host_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
     """Begin to copy a vector to the host; the returned function waits for it and returns its values.
 

@@ -88,8 +88,9 @@ class HookSums:
         self._called.clear()
         # A GPU is asked once a pass, not at each linear, and not at all if the mask comes from the host.
         self._is_whole = bool(mask_BT.all())
-        self._places_N = mask_BT.flatten().nonzero()[:, 0].to(self.tokens.device)
-        self.mask = mask_BT.to(self.tokens.device)
+        # A copy that is waited for would wait for all that the last pass has queued.
+        self._places_N = mask_BT.flatten().nonzero()[:, 0].to(self.tokens.device, non_blocking=True)
+        self.mask = mask_BT.to(self.tokens.device, non_blocking=True)
         self.tokens += len(self._places_N)
 
     def check(self, name: str, values: Tensor) -> None:

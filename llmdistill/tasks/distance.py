@@ -14,6 +14,7 @@ from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
 from llmdistill.progress import progress
+from llmdistill.runtime.devices import to_device_later
 from llmdistill.runtime.distributed import World
 from llmdistill.students.start.sampled import judged_rows, tapped_output
 from llmdistill.tasks.perplexity import perplexity_of, show_perplexity
@@ -111,7 +112,7 @@ def read_rows(model: PreTrainedModel, batches: Sequence[Batch], name: str) -> li
             labels_N = next_BT[batch.attention_mask != 0].cpu()
             known_N = labels_N != IGNORE_INDEX
             places_N = known_N.nonzero()[:, 0]  # of a mask on a GPU the host would wait for their number
-            rows_NK = head.rows.index_select(0, places_N.to(head.rows.device))
+            rows_NK = head.rows.index_select(0, places_N.to(head.rows.device, non_blocking=True))
             if head.weight is None:
                 rows_NK = rows_NK[: left // rows_NK.shape[1]]
                 left -= rows_NK.numel()
@@ -124,19 +125,21 @@ def compare_rows(teacher: Sequence[ModelRows], student: Sequence[ModelRows]) -> 
     """Compare what two models give for the same batches; the logits are computed chunk by chunk where the heads lie."""
     labels = TokenTerm("label", None)
     terms = [TokenTerm("divergence", FORWARD_KL), labels]
-    sums, count = torch.zeros(3, dtype=torch.float64), 0
+    sums, count = list[Tensor](), 0
     for theirs, ours in zip(teacher, student, strict=True):
         shared = min(len(theirs.labels_N), len(ours.labels_N))
         if not shared:
             continue
         dense, changed = _on(theirs.rows, shared), _on(ours.rows, shared)
-        labels_N = ours.labels_N[:shared].to(dense.rows.device)
+        labels_N = to_device_later(ours.labels_N[:shared], dense.rows.device)
         vocabulary = min(_width(dense), _width(changed))
         both = token_losses(changed, dense, labels_N, terms, torch.ones(2), vocabulary=vocabulary).sums
         alone = token_losses(dense, None, labels_N, [labels], torch.ones(1), vocabulary=vocabulary).sums
-        sums += torch.cat([both, alone]).double().cpu()
+        sums.append(torch.cat([both, alone]).double())
         count += len(labels_N)
-    divergence, loss, teacher_loss = (float(value) / max(count, 1) for value in sums)
+    # The device is asked once.
+    total = torch.stack(sums).sum(0).tolist() if sums else [0.0, 0.0, 0.0]
+    divergence, loss, teacher_loss = (value / max(count, 1) for value in total)
     return Distance(max(divergence, 0.0), perplexity_of(loss), perplexity_of(teacher_loss), count)
 
 
@@ -144,7 +147,7 @@ def _on(seen: HeadInputs, count: int) -> HeadInputs:
     """Return the first rows, with the head, on the device of this rank."""
     device = World.current().device
     weight, bias = (None if each is None else each.to(device) for each in (seen.weight, seen.bias))
-    return HeadInputs(seen.rows[:count].to(device), weight, bias)
+    return HeadInputs(to_device_later(seen.rows[:count], device), weight, bias)
 
 
 def _width(seen: HeadInputs) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,10 +20,10 @@ from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.sampler import scoring_batches
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
-from llmdistill.models.families import has_family, has_segments
 from llmdistill.progress import progress
 from llmdistill.runtime.distributed import World, all_reduce_sum
-from llmdistill.step.lm_head import LMHead
+from llmdistill.step.forward import TappedModel
+from llmdistill.step.taps import Recorder
 from llmdistill.tasks.perplexity import perplexity_of
 
 _LOGITS = 2**27
@@ -39,37 +39,26 @@ def label_loss(model: PreTrainedModel, *, shift: bool) -> Iterator[Callable[[Bat
     Only the logits of some rows exist at a time, unless the architecture is an unknown one, which may change them after
     the last linear of the LM head. shift: each position predicts the next label (decoders).
     """
-    head, config = LMHead(model), model.config
-    in_chunks = head.is_there and has_family(config)
+    # With the attention mask of a step: transformers' own code would read the values of a mask in each batch.
+    tapped = TappedModel(model, Recorder(model, {}))
+    assert tapped.shift == shift, "the labels are those of this model"
 
     @torch.no_grad()
     def loss_of(batch: Batch) -> tuple[Tensor, int]:
         located = batch.with_positions(shift=shift).to(model.device)
-        assert located.label_positions is not None
-        inputs: dict[str, Any] = {"input_ids": located.input_ids, "attention_mask": located.attention_mask}
-        if located.token_type_ids is not None and has_segments(config):
-            inputs["token_type_ids"] = located.token_type_ids
-        if shift:
-            inputs["use_cache"] = False  # keys and values are kept for generation alone
         labels_N, sums = located.row_labels(shift=shift), list[Tensor]()
 
-        def sum_losses(inner: HeadInputs) -> Tensor:
+        def sum_losses(inner: HeadInputs) -> None:
             weight = torch.ones(1, device=inner.rows.device)
             sums.append(token_losses(inner, None, labels_N, [TokenTerm("labels", None)], weight).sums)
-            return inner.rows  # stands in for the logits, which nothing reads
 
-        # Logits of all positions would take T * V floats; the head is called with the rows of the labels alone, in
-        # chunks.
-        with head.replaced(located.label_positions, sum_losses) if in_chunks else nullcontext():
-            outputs = model(**inputs)
-        if not in_chunks:
-            sum_losses(HeadInputs(outputs.logits.flatten(0, 1).index_select(0, located.label_positions), None, None))
+        tapped.inspect_head(located, sum_losses)
         return sums[0].reshape(()), len(labels_N)
 
     try:
         yield loss_of
     finally:
-        head.remove()
+        tapped.remove()
 
 
 def score_references(

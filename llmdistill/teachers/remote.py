@@ -20,6 +20,7 @@ from llmdistill.errors import UserError
 from llmdistill.generation.model_server import ModelServer
 from llmdistill.generation.vllm_engine import to_top_k
 from llmdistill.models.families import max_positions
+from llmdistill.runtime.devices import to_device_later
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.step.teacher import AsyncTeacher
 from llmdistill.teachers.output_rows import Request
@@ -126,7 +127,7 @@ class RemoteTeacher(AsyncTeacher):
 
     def request(self, batch: Batch) -> Batch:
         """Request the answers for each sequence of a batch; returns the batch with the answers to come."""
-        ids_BT, mask_BT = batch.input_ids.cpu(), batch.attention_mask.cpu()
+        ids_BT, mask_BT = batch.on_cpu().input_ids, batch.on_cpu().attention_mask
         sequences = [
             ids_T[mask_T == number]
             for ids_T, mask_T in zip(ids_BT, mask_BT, strict=True)
@@ -144,11 +145,11 @@ class RemoteTeacher(AsyncTeacher):
         """Return the outputs for a batch; requests them now if they were not before; raises as `wait` does."""
         batch = (batch if batch.requests else self.request(batch)).with_positions(shift=True)
         answers = [answer.result() for answer in batch.requests]
-        top = TopK(
-            torch.cat([answer.tokens for answer in answers]).to(self._device),
-            torch.cat([answer.log_probs for answer in answers]).to(self._device),
-            {1.0: torch.cat([answer.rest[1.0] for answer in answers]).to(self._device)},
+        tokens, log_probs, rest = (
+            to_device_later(torch.cat(parts), self._device)
+            for parts in zip(*((each.tokens, each.log_probs, each.rest[1.0]) for each in answers), strict=True)
         )
+        top = TopK(tokens, log_probs, {1.0: rest})
         # The answers are those at all real tokens, in their order.
         here = {
             place: torch.searchsorted(batch.flat_positions("tokens"), batch.flat_positions(place)) for place in lm_head

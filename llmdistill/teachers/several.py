@@ -59,7 +59,7 @@ class TeachersOfRows(Teacher):
     def compute_targets(self, batch: Batch, *, lm_head: Sequence[Positions]) -> Outputs:
         """Run each teacher on its own rows of a decoder's batch."""
         assert tuple(lm_head) == ("labels",), "the positions of decoders are those of the labels"
-        device, there = batch.input_ids.device, batch.to("cpu").with_positions(shift=True)
+        device, there = batch.input_ids.device, batch.on_cpu().with_positions(shift=True)
         # The row of each label, from its flat position b·T + t.
         row_N = there.flat_positions("labels") // there.input_ids.shape[1]
         unknown = set(batch.teachers) - set(self.teachers)

@@ -77,8 +77,8 @@ class Translation:
         Its samples are known by the teacher's tokens and by which of them are compared, whatever the student's are. The
         head of the OtherTokens is still empty.
         """
-        ids_BT, mask_BT = batch.input_ids.cpu().numpy(), batch.attention_mask.cpu().numpy()
-        labels_BT = batch.labels.cpu().numpy().copy()
+        batch = batch.on_cpu()
+        ids_BT, mask_BT, labels_BT = batch.input_ids.numpy(), batch.attention_mask.numpy(), batch.labels.numpy().copy()
         labels_BT[:, 0] = IGNORE_INDEX  # no token before it predicts it
         sequences = [
             self._translate_sequence(ids_T[mask_T == number], labels_T[mask_T == number] != IGNORE_INDEX)
@@ -268,15 +268,8 @@ class TranslatedTeacher(Teacher):
         outputs = self.teacher.compute_targets(of_teacher.with_positions(shift=True).to(device), lm_head=lm_head)
         head = outputs.lm_head["labels"]
         assert isinstance(head, HeadInputs), "a cache knows only its own tokens"
-        moved = {
-            name: getattr(others, name).to(device) for name in ("labels", "spans", "pairs", "student_spans", "starts")
-        }
-        ours, theirs = others.shared
-        return Outputs(
-            logits=None,
-            taps=Taps(),
-            lm_head={"labels": others._replace(head=head, shared=(ours.to(device), theirs.to(device)), **moved)},
-        )
+        labels_M = others.labels.to(device, non_blocking=True)
+        return Outputs(logits=None, taps=Taps(), lm_head={"labels": others._replace(head=head, labels=labels_M)})
 
 
 def describe_shares(others: OtherTokens) -> str:

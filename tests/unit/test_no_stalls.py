@@ -7,9 +7,10 @@ GPU, the paths that a CPU may take by looking at values are closed.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from plain_engine import PlainEngine
@@ -18,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, BertForPreTraining, PreTrainedModel
 
-from llmdistill.batch import IGNORE_INDEX, Batch
+from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, OtherTokens
 from llmdistill.config import TrainConfig
 from llmdistill.methods import METHODS, build_method
 from llmdistill.models.heads import CLASSES
@@ -27,6 +28,10 @@ from llmdistill.runtime.distributed import World
 from llmdistill.step import packed
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.taps import Recorder
+from llmdistill.teachers.cache.teacher import CachedTeacher
+from llmdistill.teachers.output_rows import Request
+from llmdistill.teachers.several import AveragedTeachers, TeachersOfRows
+from llmdistill.teachers.translated import TranslatedTeacher
 from llmdistill.training.trainer import Trainer
 
 
@@ -130,3 +135,65 @@ def test_nor_does_one_on_packed_rows(family: str, path: str, monkeypatch: pytest
     with SlowCopies(), mock.patch.object(packed, path, wraps=getattr(packed, path)) as called:
         trainer.train_step([rows])
     assert called.called
+
+
+class SmallCache:
+    """A cache of hidden states in int8, of a model with the sizes of `make_model`."""
+
+    record: ClassVar[dict[str, Any]] = {"held": {"top_k": None}}
+    scaling: ClassVar[dict[int, float]] = {}
+
+    def head(self, device: torch.device) -> HeadInputs:
+        return HeadInputs(torch.empty(0, 32, device=device), torch.empty(64, 32, device=device), None)
+
+    def find(self, ids: list[int]) -> np.ndarray:
+        return np.array(ids)
+
+    def rows(self, name: str, places: np.ndarray) -> torch.Tensor:
+        count = sum(int((make_batch("llama").labels[row, 1:] != IGNORE_INDEX).sum()) for row in places)
+        return torch.ones(count) if name.endswith("scale") else torch.ones(count, 32, dtype=torch.int8)
+
+
+class SmallTranslation:
+    """Another tokenizer that cuts the last two labels of each row into other tokens."""
+
+    shared = torch.arange(40), torch.arange(40)
+
+    def __call__(self, batch: Batch) -> tuple[Batch, OtherTokens]:
+        here = batch.on_cpu()
+        assert not here.input_ids.is_meta, "the batch is read on the CPU"
+        first = [0, *(here.labels[:, 1:] != IGNORE_INDEX).sum(1).cumsum(0).tolist()]
+        rows = torch.arange(first[-1])
+        spans = torch.full_like(rows, -1)
+        for number, end in enumerate(first[1:]):
+            spans[end - 2 : end] = number
+        pairs, starts = rows.where(spans < 0, -1), rows.where((spans >= 0) & (spans != spans.roll(1)), -1)
+        empty = HeadInputs(torch.empty(0), None, None)
+        return replace(here, copied_from=None), OtherTokens(empty, rows, spans, pairs, spans, starts, 3, self.shared)
+
+
+def teachers_of_kinds(live: TappedModel, request: Request) -> dict[str, Any]:
+    """Teachers in the place of a live one."""
+    cached: Any = SmallCache()
+    translation: Any = SmallTranslation()
+    both = {"": live, "other": live}
+    return {
+        "rows": TeachersOfRows(teachers=both, together=frozenset()),
+        "probabilities": AveragedTeachers(teachers=both, weights=[1.0, 2.0], average="probabilities"),
+        "cache": CachedTeacher(cached, request, shift=True, device=torch.device("meta")),
+        "alm": TranslatedTeacher(live, translation, say=lambda _: None),
+        "uld": TranslatedTeacher(live, translation, say=lambda _: None),
+    }
+
+
+@pytest.mark.parametrize("kind", ["rows", "probabilities", "cache", "alm", "uld"])
+def test_nor_does_one_with_other_teachers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SETTINGS, "kd", METHODS["kd"].settings(spans="uld" if kind == "uld" else "alm"))
+    trainer = make_trainer("kd", "llama")
+    live: Any = trainer.teacher
+    trainer.teacher = teachers_of_kinds(live, Request.of(trainer.method))[kind]
+    batch = replace(make_batch("llama"), sample_ids=((0,), (1,), (2,)))
+    if kind == "rows":
+        batch = replace(batch, teachers=("", "other", ""))
+    with SlowCopies():
+        trainer.train_step([batch, batch])

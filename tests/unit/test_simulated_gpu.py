@@ -22,14 +22,14 @@ def found():
 
 def test_results_are_those_of_a_cpu(found):
     assert found["answer"]["gpu"] == found["answer"]["cpu"]
-    for name in ("start", "kd", "makd", "rows of two teachers", "compare"):
+    for name in ("start", "kd", "makd", "rows of two teachers", "compare", "score"):
         assert found[name]["gpu"] == pytest.approx(found[name]["cpu"], rel=1e-2), name
     assert found["compress"]["gpu"] == pytest.approx(found["compress"]["cpu"], rel=0.05), "rounding may change a rank"
 
 
-@pytest.mark.parametrize("name", ["kd", "makd"])
-def test_a_step_asks_for_no_value(found, name):
-    # Without a line of the package: what the bench reads of the losses.
+@pytest.mark.parametrize("name", ["kd", "makd", "rows of two teachers", "score"])
+def test_a_batch_asks_for_no_value(found, name):
+    # Without a line of the package: what the script itself reads of the losses.
     assert set(found[name]["waits of 4"]) == {""}
 
 

@@ -376,4 +376,4 @@ def draw_uniform(batch: Batch, width: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + int(sample_id[0])) % 2**63)
         # On the CPU, whose numbers do not depend on the device of the model
         numbers.append(torch.rand(length, width, generator=generator))
-    return cast(Tensor, torch.stack(numbers)).to(batch.input_ids.device)
+    return cast(Tensor, torch.stack(numbers)).to(batch.input_ids.device, non_blocking=True)

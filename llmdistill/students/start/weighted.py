@@ -188,7 +188,7 @@ class WeightedFactors:
 
     def at(self, device: torch.device) -> WeightedFactors:
         """Return the same with the leading factors on a device, if it is a GPU with room for them; see `held_at`."""
-        if device.type != "cuda":
+        if device.type == "cpu":
             return self
         chosen = {name: self.factors[name].leading(rank) for name, rank in self.ranks.items() if name in self.factors}
         return replace(self, factors=held_at(chosen, device))
@@ -235,7 +235,7 @@ def held_at(factors: Mapping[str, WeightedSVD], device: torch.device) -> Mapping
 
     Factors that stay on the host, or on the disk, are copied for each batch that needs them.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return factors
     room, held = torch.cuda.mem_get_info(device)[0] // 2, dict[str, WeightedSVD]()
     for name, svd in factors.items():

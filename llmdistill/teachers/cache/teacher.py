@@ -12,6 +12,7 @@ from torch import Tensor
 from llmdistill.batch import Batch, Outputs, Positions
 from llmdistill.config.teacher import TeacherConfig
 from llmdistill.errors import UserError
+from llmdistill.runtime.devices import to_device_later
 from llmdistill.runtime.distributed import World
 from llmdistill.step.teacher import Teacher
 from llmdistill.teachers.cache.folder import CacheFolder
@@ -61,7 +62,7 @@ class CachedTeacher(Teacher):
                     f"{self._folder.folder}: the teacher's cache holds {len(rows)} rows of {name} for a batch with "
                     f"{expected} {kind}, so its examples are others; make it again with `llmdistill cache`"
                 )
-            return rows.to(self._device)
+            return to_device_later(rows, self._device)
 
         head, scaling = self._head, self._folder.scaling
         return to_outputs(read, batch, self._request, top_k=self._top_k, head=head, scaling=scaling)
