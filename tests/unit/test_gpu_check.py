@@ -35,6 +35,18 @@ def test_other_programs_are_named_before_the_first_part_and_on_the_page(tmp_path
         assert (said in (tmp_path / "gpu_check.md").read_text()) == busy
 
 
+def test_a_part_has_the_time_that_the_others_left(tmp_path, monkeypatch):
+    clock = iter([0.0, 0.0, 50.0, 50.0, 170.0, 170.0, 225.0, 230.0, 240.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    given = []
+    monkeypatch.setattr(gpu_check, "run_part", lambda *asked: given.append(asked[3]) or gpu_check.Result("ok"))
+    gpu_check.check(tmp_path, gpu_check.TIERS["quick"], "the command", 1, 240.0)
+    assert given == [240.0, 190.0, 70.0, 10.0]
+    monkeypatch.undo()
+    late = gpu_check.run_part("zero", 1, tmp_path / "zero.log", 10.0)
+    assert (late.state, late.why) == ("left out", "the parts before it took all the time")
+
+
 def test_losses_are_those_of_fp64_and_the_missing_kernels_are_named():
     why, *lines = gpu_check_kernels.kernels(World(rank=0, size=1, device=torch.device("cpu")))
     assert why.measure == "Triton's kernels: no GPU; the losses in blocks stand for them"
@@ -79,7 +91,7 @@ def test_no_part_stops_another_and_each_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name == "deepspeed" else there(name))
     monkeypatch.setattr(gpu_check, "PARTS", parts)
     monkeypatch.setattr(gpu_check, "part_command", lambda name, _, told: [sys.executable, "-c", PROGRAMS[name], told])
-    monkeypatch.setattr(gpu_check, "PATIENCE", 1.0)
+    monkeypatch.setattr(gpu_check, "PATIENCE", 0.5)
     monkeypatch.setattr(gpu_check, "GRACE", 1.0)
     results = gpu_check.check(tmp_path, list(parts), "the | command", gpus=0)
     assert {name: (result.state, result.why) for name, result in results.items()} == {
