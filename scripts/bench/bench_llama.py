@@ -1,8 +1,12 @@
 """A distillation step at Llama's sizes on one GPU: the floor, ours with and without DeepSpeed, and TRL's trainer.
 
-    python scripts/bench/bench_llama.py             # every case in every way: 33 runs, some 20 s each
-    python scripts/bench/bench_llama.py --case 8b-1b --way floor --way zero2
+    python scripts/bench/bench_llama.py             # every case in the ways of WAYS: some 20 s each
+    python scripts/bench/bench_llama.py --case 8b-1b --way floor --way zero2 --way zero2+compiled+fp8
     python scripts/bench/bench_llama.py --tiny      # the same ways on a CPU, to try the script
+
+A way is one of floor, ours, zero1, zero2, zero3 and trl. All but floor and trl may have, after a plus, what the layers
+run (compiled, liger), and what the teacher is: int8, int4 or fp8, whose nats from the exact teacher are in the line, or
+cache, its hidden states in the host's memory.
 
 Prints a line of JSON for each case and way as it comes: milliseconds of a step (the median), tokens per second, the
 peak of memory in GB, and TFLOP/s by 2 FLOP a token and parameter of the teacher and 6 of the student. Weights are
@@ -17,21 +21,29 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 import step_rows
 import torch
 from benching import run, wait
 from step_rows import IGNORE, Setting
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llmdistill.batch import Batch, HeadInputs
 from llmdistill.config import FactorizeConfig, TrainConfig
-from llmdistill.runtime.distributed import process_group
+from llmdistill.errors import UserError
+from llmdistill.runtime.distributed import World, process_group
 from llmdistill.runtime.engine import build_engine
+from llmdistill.teachers.cache.teacher import CachedTeacher
+from llmdistill.teachers.few_bits import check_bits, round_teacher
+from llmdistill.teachers.output_rows import Request
 
 # Hidden size, layers, query heads, key heads, head size, feed-forward size, vocabulary
 SIZES = {
@@ -40,7 +52,12 @@ SIZES = {
     "8b": (4096, 32, 32, 8, 128, 14336, 128_256),  # Llama-3-8B, but with a tied embedding: 7.5 billion
     "tiny": (64, 2, 4, 2, 16, 128, 500),
 }
-WAYS = ("floor", "ours", "zero1", "zero2", "zero3", "trl")
+WAYS = (
+    *("floor", "ours", "ours+compiled", "ours+liger", "ours+int8", "ours+fp8", "ours+cache"),
+    *("zero1", "zero2", "zero2+compiled+fp8", "zero3", "trl"),
+)
+ENGINES = ("floor", "ours", "zero1", "zero2", "zero3", "trl")
+LAYERS, BITS = ("compiled", "liger"), ("int8", "int4", "fp8")
 WARM_UP = 3
 
 
@@ -120,42 +137,78 @@ def measure(case: Case, step: Callable[[], float], setting: Setting, repeats: in
         seconds.append(time.perf_counter() - began)
     median, tokens = statistics.median(seconds), setting.ids.numel()
     teacher, student = (sum(one.numel() for one in model.parameters()) for model in (setting.teacher, setting.student))
+    run_here = 0 if setting.teacher.device.type == "meta" else teacher  # not from a cache
     peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
     return {
         "ms": round(1e3 * median, 2),
         "tokens_per_second": round(tokens / median),
         "peak_gb": peak and round(peak, 2),
-        "tflops": round((2 * teacher + 6 * student) * tokens / median / 1e12, 1),
+        "tflops": round((2 * run_here + 6 * student) * tokens / median / 1e12, 1),
         "loss": loss,
         "teacher": teacher,
         "student": student,
     }
 
 
+class HostCache:
+    """Hidden states of one batch as a cache on a disk gives them, whose files the system holds in memory."""
+
+    def __init__(self, head: HeadInputs) -> None:
+        self.record, self.scaling = {"held": {"top_k": None}}, dict[int, float]()
+        self._rows, self._head = head.rows.cpu(), head._replace(rows=head.rows[:0])
+
+    def head(self, _device: torch.device) -> HeadInputs:
+        return self._head
+
+    def find(self, ids: list[int]) -> np.ndarray:
+        return np.array(ids)
+
+    def rows(self, _name: str, _places: np.ndarray) -> torch.Tensor:
+        return self._rows.clone()  # as reading does
+
+
+def from_cache(live: Any, method: Any, batch: Any) -> CachedTeacher:
+    """The teacher of a batch of labels alone, read from the host's memory; the live one ran once."""
+    with torch.no_grad():
+        targets = live.compute_targets(batch, lm_head=("labels",))
+    cache: Any = HostCache(targets.lm_head["labels"])
+    live.remove()
+    live.model.to("meta")  # gives its memory back, but for the head
+    return CachedTeacher(cache, Request.of(method), shift=True, device=batch.input_ids.device)
+
+
 def measure_way(case: Case, way: str, device: torch.device, repeats: int) -> dict[str, Any]:
-    setting, row = make_setting(case, device), {"task": case.method, "way": way}
-    if way == "floor":
+    setting, (engine, *parts) = make_setting(case, device), way.split("+")
+    row = {"task": case.method, "kernels": next((each for each in parts if each in LAYERS), "transformers")}
+    if engine == "floor":
         return measure(case, step_rows.floor(setting, row), setting, repeats)
-    if way == "ours":
-        return measure(case, step_rows.ours(setting, row), setting, repeats)
-    if way == "trl":
+    if engine == "trl":
         import peer_rows
 
         return measure(case, peer_rows.trl_step(setting, "distillation", on_policy=False), setting, repeats)
+    more: dict[str, Any] = {"taught_by": from_cache} if "cache" in parts else {}
+    nats = {}
+    batch = Batch(setting.ids, torch.ones_like(setting.ids), setting.labels)
+    for bits in (each for each in parts if each in BITS):
+        check_bits("the teacher in", bits, device)
+        with replace(World.current(), device=device).entered(), redirect_stdout(sys.stderr):
+            nats = {"nats": round_teacher(setting.teacher, "the teacher in", bits, lambda: batch)}
+    if engine == "ours":
+        return measure(case, step_rows.ours(setting, row, **more), setting, repeats) | nats
 
     def make_engine(model: Any) -> Any:
         # A rate of 0 would let DeepSpeed skip work; this one leaves bf16 weights as they are.
         train = TrainConfig(global_batch_size=case.batch, micro_batch_size=case.batch, dtype="bf16", learning_rate=1e-8)
-        return build_engine(model, step_rows.ds_config(way, train, 1), train)
+        return build_engine(model, step_rows.ds_config(engine, train, 1), train)
 
     with process_group(needed=True):
-        return measure(case, step_rows.ours(setting, row, make_engine=make_engine), setting, repeats)
+        return measure(case, step_rows.ours(setting, row, make_engine=make_engine, **more), setting, repeats) | nats
 
 
 def be_the_process(pipe: Any, case: Case, way: str, device: str, repeats: int) -> None:
     try:
         pipe.send(measure_way(case, way, torch.device(device), repeats))
-    except (ImportError, torch.OutOfMemoryError) as error:
+    except (ImportError, UserError, torch.OutOfMemoryError) as error:
         pipe.send({"error": str(error).splitlines()[0]})
 
 
@@ -174,10 +227,18 @@ def line_of(case: Case, way: str, device: str, repeats: int) -> dict[str, Any]:
     return line
 
 
+def way(text: str) -> str:
+    engine, *parts = text.split("+")
+    known = parts if engine in ENGINES[1:-1] else []
+    if engine not in ENGINES or known != parts or not set(parts) <= {*LAYERS, *BITS, "cache"}:
+        raise argparse.ArgumentTypeError(f"{text}: one of {', '.join(ENGINES)}, such as {', '.join(WAYS[2:7])}")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, help="one of the cases alone; may be repeated")
-    parser.add_argument("--way", action="append", choices=WAYS, help="one of the ways alone; may be repeated")
+    parser.add_argument("--way", action="append", type=way, help="one of the ways alone; may be repeated")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps, after 3 that warm up")
     parser.add_argument("--tiny", action="store_true", help="two layers of 64 in every way, also on a CPU")
     options = parser.parse_args()
@@ -187,9 +248,11 @@ def main() -> None:
     where = {"card": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__}
     for name in TINY if options.tiny else options.case or CASES:
         case = (TINY if options.tiny else CASES)[name]
-        # TRL has no losses of layers.
-        for way in options.way or [way for way in WAYS if way != "trl" or case.method == "kl"]:
-            line = {"case": name, "way": way, **line_of(case, way, device, options.repeats), **where}
+        for each in options.way or WAYS:
+            # TRL and the cache here have no losses of layers.
+            if case.method == "makd" and ("cache" in each or each == "trl"):
+                continue
+            line = {"case": name, "way": each, **line_of(case, each, device, options.repeats), **where}
             print(json.dumps(line), flush=True)
 
 

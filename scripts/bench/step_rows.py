@@ -156,21 +156,25 @@ def ours(
     make_engine: Callable[[nn.Module], Any] = plain_engine,
     forward_of: Callable[[Any], Any] = lambda model: model,
     batches: Callable[[int], list[Batch]] | None = None,
+    taught_by: Callable[[Any, Any, Batch], Any] = lambda live, method, batch: live,
 ) -> Callable[[], float]:
     """The package's own step: its method, taps and trainer, as `assemble` puts them together.
 
-    With `lengths` in the row, each row of the batch is packed with sequences of these lengths. `batches` makes those of
-    each step anew.
+    With `lengths` in the row, each row of the batch is packed with sequences of these lengths; `kernels` are those
+    of both models' layers. `batches` makes those of each step anew; `taught_by` puts another in the place of the
+    teacher, for the method and the batch.
     """
     objective = TOKENS if setting.targets is None else Objective(tokens=False, targets=CLASSES)
     method = make_method(row["task"], setting.teacher.config, setting.student.config, objective)
-    batch = Batch(setting.ids, torch.ones_like(setting.ids), setting.labels, targets=setting.targets)
+    samples = tuple((row,) for row in range(len(setting.ids)))
+    mask = torch.ones_like(setting.ids)
+    batch = Batch(setting.ids, mask, setting.labels, targets=setting.targets, sample_ids=samples)
     if "lengths" in row:
         batch = packed(batch, row["lengths"])
-    engine = make_engine(setting.student)
-    student = tap_student(method, engine.module, forward=forward_of(engine))
-    teacher = tap_teacher(method, setting.teacher, forward=forward_of(setting.teacher))
-    trainer, turn = trainer_of(engine, student, teacher, method), count()
+    engine, kernels = make_engine(setting.student), row.get("kernels", "transformers")
+    student = tap_student(method, engine.module, forward=forward_of(engine), layer_kernels=kernels)
+    live = tap_teacher(method, setting.teacher, forward=forward_of(setting.teacher), layer_kernels=kernels)
+    trainer, turn = trainer_of(engine, student, taught_by(live, method, batch), method), count()
 
     def step() -> float:
         with replace(World.current(), device=setting.ids.device).entered():

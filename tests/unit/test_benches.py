@@ -1,5 +1,6 @@
 """The benches: their statistics, what a row and the bench say to each other, and figures that no clock decides."""
 
+import argparse
 import json
 import math
 import random
@@ -318,7 +319,7 @@ def test_llama_shapes_have_their_parameters(size, parameters):
 
 def test_ways_of_a_llama_step_have_the_losses_of_plain_torch():
     case, lines = bench_llama.TINY["tiny"], {}
-    for way in ("floor", "ours"):
+    for way in ("floor", "ours", "ours+int8", "ours+cache"):
         lines[way] = bench_llama.measure_way(case, way, CPU, repeats=1)
     setting = bench_llama.make_setting(case, CPU)
     with torch.no_grad():
@@ -330,6 +331,16 @@ def test_ways_of_a_llama_step_have_the_losses_of_plain_torch():
     assert lines["floor"]["loss"] == pytest.approx(labels.item(), rel=1e-2)  # bf16
     assert lines["ours"]["loss"] == pytest.approx(divergence.item(), rel=3e-2)
     assert lines["ours"]["tokens_per_second"] > 0
+    assert lines["ours+cache"]["loss"] == lines["ours"]["loss"]
+    assert lines["ours+int8"]["loss"] == pytest.approx(lines["ours"]["loss"], rel=1e-2)
+    assert 0 < lines["ours+int8"]["nats"] < 1e-4
+
+
+def test_a_way_that_is_none_is_refused_before_the_first_one():
+    assert bench_llama.way("zero2+compiled+fp8") == "zero2+compiled+fp8"
+    for text in ("fast", "floor+fp8", "trl+cache", "ours+fp4"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"ours\+compiled"):
+            bench_llama.way(text)
 
 
 def test_what_is_missing_or_too_large_is_an_error_of_its_line(monkeypatch):
