@@ -143,6 +143,9 @@ class Recorder:
         finally:
             self._recording = None
             self._end_pass()  # its hook does not run after an exception
+            if self._forward is not None:
+                # It holds the losses of the taps, with their graph, and a copy of the model would copy them.
+                self._forward.recording = None
 
     @contextmanager
     def given_mask(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ from llmdistill.teachers.translated import TranslatedTeacher, Translation
 from llmdistill.training.loss_inputs import Inputs, check_heads, check_values, find_pooling, read_batch, unwrap
 
 _HOOKED = "_llmdistill_hooked"
-"""Attribute of a model that has the hooks of a loss."""
+"""Attribute of a model that has the hooks of a loss: its identity, which a copy of the model does not have."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,14 @@ class DistillationLoss:
         run = student  # a compiled model or one with adapters, which runs as it is
         teacher, student = unwrap("teacher", teacher), unwrap("student", student)
         for role, model in (("teacher", teacher), ("student", student)):
-            if getattr(model, _HOOKED, False):
-                raise UserError(f"the {role} is tapped already: call remove() of the other DistillationLoss first")
+            if (hooked := getattr(model, _HOOKED, None)) is not None:
+                remedy = (
+                    "is tapped already: call remove() of the other DistillationLoss first"
+                    if hooked == id(model)
+                    else "is a copy of a tapped model, with copies of its hooks: copy it before a DistillationLoss is "
+                    "made, or after its remove()"
+                )
+                raise UserError(f"the {role} {remedy}")
         self.teacher, self.student = teacher, student
         names = [method, *also]
         head = find_head(student)
@@ -164,7 +170,7 @@ class DistillationLoss:
                 translation = Translation(*tokenizers, prompts=None, longest=longest)
                 self._tapped_teacher = TranslatedTeacher(live, translation, say)
         for model in (teacher, student):
-            setattr(model, _HOOKED, True)
+            setattr(model, _HOOKED, id(model))
 
     def __call__(
         self,

@@ -363,6 +363,21 @@ def test_models_with_adapters_and_compiled_ones_are_what_they_compute(wrap):
     assert all("lora" in name for name in learned) == ("adapters" in wrap)
 
 
+@pytest.mark.parametrize("method", ["kd", "makd", "minilm"])
+def test_a_student_can_be_copied_between_steps(method):
+    teacher, student = make_llama(0), make_llama(1)
+    loss, batch = DistillationLoss(teacher, student, method), make_batch()
+    loss(batch).loss.backward()
+    copied = copy.deepcopy(student)  # as the average of weights does
+    logits = [model(batch["input_ids"]).logits for model in (student, copied)]
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+    copied(**batch).loss.backward()
+    assert loss(batch).loss.isfinite()
+    refuses("the student is a copy of a tapped model", DistillationLoss, make_llama(0), copied)
+    loss.remove()
+    DistillationLoss(make_llama(0), copy.deepcopy(student), method).remove()
+
+
 def test_batches_of_lists_arrays_and_small_integers_are_those_of_tensors():
     loss, batch = DistillationLoss(make_llama(0), make_llama(1), "kd"), make_batch()
     expected = loss(batch).loss.item()
