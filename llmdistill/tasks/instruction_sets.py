@@ -8,6 +8,7 @@ from pathlib import Path
 from llmdistill.config.strict import did_you_mean
 from llmdistill.data.whole_text import WholeText
 from llmdistill.errors import UserError
+from llmdistill.tasks import is_task
 
 SETS = {
     "dolly": "hf://datasets/MiniLLM/dolly/valid.jsonl",
@@ -51,8 +52,15 @@ def suite_sets(names: str, folder: Path | None, *, others: Sequence[str] = ()) -
                 )
             references[name] = WholeText(text, lines=True)
             continue
+        if name in others:
+            raise UserError(f"--suite {names}: {name} has settings of its own; give it alone, in a command of its own")
         if name not in SETS:
             known = [*SETS, *TEXTS, *others]
+            if is_task(name):
+                raise UserError(
+                    f"--suite {name}: it is a task, on which a model is fine-tuned first; take --suite glue --tasks "
+                    f"{name}, from Python llmdistill.evaluate(model, {name!r}) for one that is fine-tuned"
+                )
             there = f"there are {', '.join(known)}; --data takes any file"
             raise UserError(f"--suite: there is no set {name!r}{did_you_mean(name, known)} ({there})")
         if SETS[name].startswith("embedded:") or folder is None:

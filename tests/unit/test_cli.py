@@ -26,6 +26,8 @@ from support import ROOT
 @pytest.mark.parametrize(("arguments", "said"), [
     (["compres"], "there is no command 'compres'; there are train, plan, doctor, "),
     (["evaluate", "--suite", "glu"], "--suite: there is no set 'glu'; did you mean glue? (there are dolly,"),
+    (["evaluate", "--suite", "glue,dolly"], "--suite glue,dolly: glue has settings of its own; give it alone"),
+    (["evaluate", "--suite", "SST-2"], "--suite SST-2: it is a task, on which a model is fine-tuned first"),
     (["export", "--to", "onx", "--model", "x", "--output", "y"], "'onx' does not fit; expected dense, onnx, gguf"),
     (["export", "--to", "int4", "--group_size", "0", "--model", "x", "--output", "y"], "group_size is 0: give 2"),
     (["compress", "--model", "x", "--rnk", "3"], "--rnk: there is no such setting; did you mean --rank?"),
