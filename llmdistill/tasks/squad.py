@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_
 
 from llmdistill.batch import Batch
 from llmdistill.config.data import TaskConfig
+from llmdistill.data.chat_messages import from_json as read_cell
 from llmdistill.data.collate import pad_rows
 from llmdistill.data.questions import (
     NO_ANSWER,
@@ -26,7 +28,7 @@ from llmdistill.data.questions import (
     encode_in_pieces,
 )
 from llmdistill.data.readers import READERS, Rows
-from llmdistill.data.sources import benchmark_rows
+from llmdistill.data.sources import benchmark_rows, open_rows
 from llmdistill.data.store import SplitWriter
 from llmdistill.errors import UserError
 from llmdistill.files import write_json
@@ -493,10 +495,19 @@ def _checked(rows: Rows, place: str, key: str) -> list[QuestionExample]:
     questions = list[QuestionExample]()
     for row, where in rows:
         answers = row.get("answers")
+        if isinstance(answers, list) and all(isinstance(answer, Mapping) for answer in answers):
+            answers = {key: [answer.get(key) for answer in answers] for key in ("text", "answer_start")}
         texts, starts = (
             (answers.get("text"), answers.get("answer_start")) if isinstance(answers, Mapping) else (None, None)
         )
-        fields = [row.get("id"), row.get("question"), row.get("context")]
+        if SQUAD_TASKS[key].has_unanswerable and texts == [""]:
+            texts, starts = [], []  # how some files say that there is no answer
+        number = row.get("id")
+        fields = [
+            str(number) if isinstance(number, int) else number,
+            row.get("question"),
+            row.get("context"),
+        ]
         is_right = (
             all(isinstance(field, str) and field.strip() for field in fields)
             and isinstance(texts, list)
@@ -529,20 +540,25 @@ def _checked(rows: Rows, place: str, key: str) -> list[QuestionExample]:
 
 
 def _file_rows(path: Path) -> Rows:
-    """Yield the questions of a file in the official format.
+    """Yield the questions of a file in the official format, or of one with a row for each, as the hub has them.
 
     Raises:
         UserError: the file does not exist, or has another format.
     """
-    if not path.is_file():
+    if not path.is_file() and not _is_saved_set(path):
         raise UserError(f"{path}: no such file; take the official download, whole, or none for the hub's")
-    for article, place in READERS[".json"](path):
+    for article, place in READERS[path.suffix.lower()](path) if path.is_file() else open_rows(path):
+        if "context" in article:
+            answers = article.get("answers")
+            if isinstance(answers, str):  # a cell of CSV
+                answers = read_cell(_ARRAY.sub(r"\1", answers), "answers", place)
+            yield {**article, "answers": answers}, place
+            continue
         try:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
-                    listed = question["answers"]
-                    answers = {key: [answer[key] for answer in listed] for key in ("text", "answer_start")}
-                    row = {**question, "context": paragraph["context"], "answers": answers}
+                    listed = [] if question.get("is_impossible") else question["answers"]
+                    row = {**question, "context": paragraph["context"], "answers": listed}
                     yield row, f"{place}, question {question.get('id')}"
         except (KeyError, TypeError) as error:
             raise UserError(
@@ -550,12 +566,21 @@ def _file_rows(path: Path) -> Rows:
             ) from error
 
 
+_ARRAY = re.compile(r"array\((\[.*?\])(?:, dtype=\w+)?\)(?=[,}])", re.DOTALL)
+"""An array of numpy in a cell that pandas wrote."""
+
+
+def _is_saved_set(path: Path) -> bool:
+    """Return whether a folder is a set that the datasets library saved."""
+    return (path / "dataset_info.json").is_file()
+
+
 def _train_file(folder: str, key: str) -> Path:
     """Return the training file; MLQA's is that of SQuAD 1.1, in its own folder or in MLQA's."""
     if not SQUAD_TASKS[key].is_multilingual:
-        return _only_file(task_folder(folder, key), "train*.json")
+        return _only_file(task_folder(folder, key), "train")
     inside = [task_folder(folder, "squad1"), task_folder(folder, key), folder]
-    return _only_file(next((inner for inner in inside if any(Path(inner).glob("train*.json"))), folder), "train*.json")
+    return _only_file(next((inner for inner in inside if any(Path(inner).glob("train*.json"))), folder), "train")
 
 
 def _dev_file(folder: str, key: str) -> Path:
@@ -564,7 +589,7 @@ def _dev_file(folder: str, key: str) -> Path:
         if not path.is_file():
             raise UserError(f"{path}: no such file, by which settings are chosen; take MLQA's own download, whole")
         return path
-    return _only_file(task_folder(folder, key), "dev*.json")
+    return _only_file(task_folder(folder, key), "dev", "validation")
 
 
 def _mlqa_folder(folder: str, split: str) -> Path:
@@ -573,12 +598,19 @@ def _mlqa_folder(folder: str, split: str) -> Path:
     return own / split if (own / split).is_dir() else own
 
 
-def _only_file(folder: str, pattern: str) -> Path:
-    paths = sorted(Path(folder).glob(pattern))
+def _only_file(folder: str, *names: str) -> Path:
+    """Return the file of a split: the official one, else one of rows, or a set that the datasets library saved."""
+    paths = sorted(Path(folder).glob(f"{names[0]}*.json")) or sorted(
+        path
+        for name in names
+        for path in Path(folder).glob(f"{name}*")
+        if path.suffix.lower() in READERS or _is_saved_set(path)
+    )
     if len(paths) != 1:
         there = ", ".join(path.name for path in paths) or "no such file"
         raise UserError(
-            f"{folder}: expected one file {pattern} of the official download, found {there}; leave one there"
+            f"{folder}: expected one file {names[0]}*.json of the official download, or one of rows of id, question, "
+            f"context and answers, found {there}; leave one there"
         )
     return paths[0]
 

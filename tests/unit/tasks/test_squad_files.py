@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from datasets import Dataset
 from hostile import refuses
 from question_files import rows, write_file, write_tasks
 
@@ -70,6 +71,50 @@ def test_a_dev_file_that_cannot_be_read(tmp_path):
     ):
         path.write_text(json.dumps(file))
         refuses(f"{path}: {said}", read_questions, "squad1", settings(tmp_path))
+
+
+def as_rows(path, kind, given):
+    """Write rows as the datasets library or pandas does."""
+    table = Dataset.from_list(
+        [
+            {**row, "answers": {key: [each[key] for each in row["answers"]] for key in RIGHT["answers"][0]}}
+            for row in given
+        ]
+    )
+    if kind == "saved":
+        table.save_to_disk(path)
+    elif kind == "json":
+        path.with_suffix(".json").write_text(json.dumps(given))
+    elif kind == "csv":
+        table.to_pandas().to_csv(path.with_suffix(".csv"))
+    else:
+        getattr(table, f"to_{kind}")(path.with_suffix(f".{kind}"))
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet", "csv", "json"])
+def test_a_row_for_each_question_is_what_the_official_file_says(tmp_path, folder, kind):
+    for name, count in (("train", 12), ("validation", 6)):
+        as_rows(
+            tmp_path / (name if kind != "json" else name[:5].replace("valid", "dev")),
+            kind,
+            rows(count, seed=0, unanswerable=True),
+        )
+    files, official_files = (read_questions("squad2", settings(each)) for each in (tmp_path, folder))
+    assert files.train == official_files.train
+    assert len(files.sets["dev"].questions) == 6
+
+
+def test_all_ways_to_say_that_there_is_no_answer(tmp_path):
+    ways = [{"answers": []}, {"is_impossible": True}, {"answers": [{"text": "", "answer_start": 0}]}]
+    asked = [
+        {"id": number, "question": "w0", **way} for number, way in enumerate([{"answers": RIGHT["answers"]}, *ways])
+    ]
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(official(*asked)))
+    files = read_questions("squad2", settings(tmp_path))
+    assert [len(question.answers) for question in files.train] == [1, 0, 0, 0]
+    assert files.skipped == []
+    assert [question.id for question in files.train] == ["0", "1", "2", "3"]
 
 
 def test_files_and_languages_that_are_not_there(folder, tmp_path):
