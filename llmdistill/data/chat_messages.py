@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
-from llmdistill.data.readers import by_lower_case, with_names
+from llmdistill.data.readers import by_lower_case, with_names, without_nulls
 from llmdistill.errors import UserError
 from llmdistill.files import has_half_surrogate, parse_json
 
@@ -73,8 +73,11 @@ _PARTS = {
 """The types of a message's parts."""
 
 _OPENS = re.compile(r"\s*[\[{]")
-# A quoted text, which stays as it is, or a gap between two objects, which gets a comma.
-_TEXT_OR_GAP = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\}\s+\{""")
+# A quoted text, which stays as it is; a gap between two objects, which gets a comma; or what stands around an array,
+# which is left out.
+_TEXT_GAP_OR_ARRAY = re.compile(
+    r"""(?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<gap>\}\s+\{)|array\(|(?:,\s*dtype=[\w<>]+)?\)"""
+)
 
 
 def as_turns(value: object) -> object:
@@ -117,6 +120,8 @@ def parse_messages(value: object, key: str, source: str) -> Messages:
     """
     if not is_list(value) or not len(value):
         raise UserError(f'{source}: "{key}" is {excerpt(value)}; give a list of messages with role and content')
+    if _are_of_a_table(value):
+        value = [without_nulls(message) for message in value]
     turns: list[Turn] = []
     last = ""
     for place, message in enumerate(value, start=1):
@@ -128,6 +133,19 @@ def parse_messages(value: object, key: str, source: str) -> Messages:
         turns.append(turn)
         last = name
     return tuple(turns)
+
+
+def _are_of_a_table(messages: Sequence[Any]) -> bool:
+    """Return whether messages got nulls in a table, such as those that pandas and datasets write to JSONL.
+
+    A table gives all messages the same keys, and all arguments of calls the names of all calls, with null for those
+    that they lack. Elsewhere a null inside of a value may be meant.
+    """
+    return (
+        len(messages) > 1
+        and all(isinstance(message, Mapping) and message.keys() == messages[0].keys() for message in messages)
+        and any(value is None for message in messages for value in message.values())
+    )
 
 
 def _parse_message(message: object, where: str) -> tuple[str, Turn]:
@@ -254,6 +272,13 @@ def _parse_call(call: object, key: str, where: str) -> dict[str, Any]:
     return {"type": "function", **others, "function": function}
 
 
+def _has_null_parameter(tool: Any) -> bool:
+    """Return whether a tool has a parameter that is null, which it got in a table that holds other tools."""
+    for key in ("function", "parameters", "properties"):
+        tool = tool.get(key, tool) if isinstance(tool, Mapping) else None
+    return isinstance(tool, Mapping) and None in tool.values()
+
+
 def as_tools(value: object, key: str, source: str) -> tuple[Mapping[str, Any], ...]:
     """Return the tools of a row, given as a list or as a text of JSON, as chat templates take them.
 
@@ -265,6 +290,8 @@ def as_tools(value: object, key: str, source: str) -> tuple[Mapping[str, Any], .
     for tool in as_list(tools, key, source):
         if not isinstance(tool, Mapping):
             raise UserError(f'{source}: "{key}" has {excerpt(tool)}; give objects that describe functions')
+        if _has_null_parameter(tool):
+            tool = without_nulls(tool)
         is_bare = "name" in tool and "function" not in tool and tool.get("type", "function") == "function"
         bare = {name: part for name, part in tool.items() if name != "type"}
         parsed.append({"type": "function", "function": bare} if is_bare else dict(tool))
@@ -282,18 +309,22 @@ def from_json(text: object, key: str, where: str) -> Any:
 
 def _read_text(text: str) -> Any:
     """Read JSON, or what pandas and the datasets library write into a cell of CSV: values as Python has them, and
-    arrays of numpy, which have no comma between two objects.
+    arrays of numpy, which are called so inside of another value, and have no comma between two objects.
     """
     try:
         return parse_json(text)
     except json.JSONDecodeError:
         try:
-            value = ast.literal_eval(_TEXT_OR_GAP.sub(lambda match: match[1] or "}, {", text.strip()))
+            value = ast.literal_eval(_TEXT_GAP_OR_ARRAY.sub(_replace, text.strip()))
         except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two for deep nesting
             value = None
         if not isinstance(value, list | dict) or has_half_surrogate(value):
             raise
         return value
+
+
+def _replace(match: re.Match[str]) -> str:
+    return match["text"] or ("}, {" if match["gap"] else "")
 
 
 def as_list(value: object, key: str, where: str) -> Sequence[Any]:

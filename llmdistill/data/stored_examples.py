@@ -35,7 +35,7 @@ from llmdistill.data.store import (
 )
 from llmdistill.errors import UserError
 
-_FORMAT = 9
+_FORMAT = 10
 """Version of the files' format. Increase it with every change of the files' contents or of the tokenization."""
 
 _SAMPLE_CHAT = Example("", "", ("yes",), "", messages=(Turn("user", "a"),))

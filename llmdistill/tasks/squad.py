@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -551,7 +550,7 @@ def _file_rows(path: Path) -> Rows:
         if "context" in article:
             answers = article.get("answers")
             if isinstance(answers, str):  # a cell of CSV
-                answers = read_cell(_ARRAY.sub(r"\1", answers), "answers", place)
+                answers = read_cell(answers, "answers", place)
             yield {**article, "answers": answers}, place
             continue
         try:
@@ -564,10 +563,6 @@ def _file_rows(path: Path) -> Rows:
             raise UserError(
                 f"{place}: not in the official format ({type(error).__name__}: {error}); take a file that is"
             ) from error
-
-
-_ARRAY = re.compile(r"array\((\[.*?\])(?:, dtype=\w+)?\)(?=[,}])", re.DOTALL)
-"""An array of numpy in a cell that pandas wrote."""
 
 
 def _is_saved_set(path: Path) -> bool:

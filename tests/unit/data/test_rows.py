@@ -1,4 +1,5 @@
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -304,6 +305,29 @@ class TestKeysThatChangeARow:
         rows = {"messages": [[USER, {**ANSWER, "content": "{1}\n {2}"}]], "tools": [[TOOL]]}
         datasets.Dataset.from_dict(rows).to_csv(tmp_path / "a.csv")
         assert read_examples(tmp_path / "a.csv") == [learned({key: value[0] for key, value in rows.items()})]
+
+    @pytest.mark.parametrize("ending", ["parquet", "json", "csv", "pandas.jsonl"])
+    def test_nulls_that_a_table_gives_to_calls_and_tools_are_not_learned(self, ending, tmp_path):
+        """A column of calls has the arguments of all of them."""
+        rows = []
+        for name, value in (("x", 1), ("y", "array([2], dtype=object)")):
+            call = {"type": "function", "function": {"name": name, "arguments": {name: value}}}
+            of_tool = {"type": "object", "properties": {name: {"type": "string"}}}
+            tool = {"type": "function", "function": {"name": name, "description": "d", "parameters": of_tool}}
+            calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+            rows.append({"messages": [USER, calls, {"role": "tool", "content": "3"}, ANSWER], "tools": [tool]})
+        table, path = datasets.Dataset.from_list(rows), tmp_path / f"a.{ending}"
+        if ending == "pandas.jsonl":
+            table.to_pandas().to_json(path, orient="records", lines=True)
+        else:
+            getattr(table, f"to_{ending}")(path)
+        assert ending == "parquet" or re.search(r"null|None", path.read_text())
+        assert read_examples(path) == [learned(row) for row in rows]
+
+    def test_a_null_that_is_meant_is_learned(self):
+        call = {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
+        row = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+        assert learned(row).answer_fields == {"tool_calls": [call]}
 
     def test_answers_of_plain_prompts_stay_texts(self, tmp_path):
         """Which may be JSON themselves, of messages too."""
