@@ -132,6 +132,11 @@ def test_damaged_and_pickled_weights_are_refused(tmp_path):
     torch.save(weights, tmp_path / "pytorch_model.bin")
     file.unlink()
     refused(r"its weights are pickled \(pytorch_model.bin\), and .* save_pretrained of transformers write")
+    # Files of other names, to which an index leads transformers, are no exception.
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "part.pt")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "part.pt")}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    refused("cannot be loaded")
 
 
 def tokenizer_of(folder, words, **settings):
