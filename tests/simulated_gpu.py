@@ -54,7 +54,8 @@ from llmdistill.step.tap_models import tap_student, tap_teacher  # noqa: E402
 from llmdistill.students.start import sampled  # noqa: E402
 from llmdistill.students.start.cuts import divergences, predict_losses  # noqa: E402
 from llmdistill.students.start.moments import measure_moments  # noqa: E402
-from llmdistill.students.start.weighted import WeightedFactors, weighted_svd  # noqa: E402
+from llmdistill.students.start.weighted import weighted_svd  # noqa: E402
+from llmdistill.students.start.weighted_factors import WeightedFactors  # noqa: E402
 from llmdistill.tasks.distance import Distance, compare_rows, read_rows  # noqa: E402
 from llmdistill.tasks.reference_loss import label_loss  # noqa: E402
 from llmdistill.teachers.few_bits import round_teacher  # noqa: E402

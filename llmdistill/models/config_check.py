@@ -15,9 +15,11 @@ from typing import Any, TypeGuard, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQuantizationConfig
 
 from llmdistill.errors import UserError
+from llmdistill.models.families import is_causal
 from llmdistill.models.general import layer_values
 
 _MOST_PARTS = 16_384  # the experts of Doge
@@ -199,12 +201,24 @@ def _find_culprit(config: PreTrainedConfig, error: Exception) -> tuple[str, Any]
 
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
-    from llmdistill.models.load import auto_class, install_saved
-
+    # The classes of the head "none" in `heads.HEADS`, which is above this file.
+    auto = AutoModelForCausalLM if is_causal(config) else AutoModel
     with torch.device("meta"):
-        model = auto_class(config, "none").from_config(config, trust_remote_code=False)
+        model = auto.from_config(config, trust_remote_code=False)
     install_saved(model)
     return cast(PreTrainedModel, model)
+
+
+def install_saved(model: PreTrainedModel) -> None:
+    """Factorize a model if its config says so; transformers always builds a dense model from a config alone.
+
+    The class of the config is the one that the package has registered in transformers.
+    """
+    saved: Any = getattr(model.config, "quantization_config", None)
+    if isinstance(saved, dict) and saved.get("quant_method") in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        saved = AutoQuantizationConfig.from_dict(saved)
+    if hasattr(saved, "install"):  # the configs of quantized models have nothing to install
+        saved.install(model)
 
 
 _built: set[str] = set()

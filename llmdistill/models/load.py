@@ -15,7 +15,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.activations import FastGELUActivation, GELUTanh, NewGELUActivation
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQuantizationConfig
 
 from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
 from llmdistill.errors import UserError
@@ -226,18 +225,6 @@ def build_meta(config: PreTrainedConfig, head: HeadName = "none") -> PreTrainedM
     auto = auto_class(config, head)
     with built_from(config), torch.device("meta"):
         return fuse_gelu(auto.from_config(config, trust_remote_code=False, **attention_of(config)))
-
-
-def install_saved(model: PreTrainedModel) -> None:
-    """Factorize a model if its config says so; transformers always builds a dense model from a config alone.
-
-    The class of the config is the one that the package has registered in transformers.
-    """
-    saved: Any = getattr(model.config, "quantization_config", None)
-    if isinstance(saved, dict) and saved.get("quant_method") in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        saved = AutoQuantizationConfig.from_dict(saved)
-    if hasattr(saved, "install"):  # the configs of quantized models have nothing to install
-        saved.install(model)
 
 
 def build_random(config: PreTrainedConfig, head: HeadName, *, seed: int) -> PreTrainedModel:

@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from llmdistill.internals.transformers_names import is_initialized, mark_initialized
 from llmdistill.models.adapters import WEIGHTS_FILE
 from llmdistill.models.companions import download, take_generation_settings
+from llmdistill.models.config_check import install_saved
 from llmdistill.models.families import is_head
 from llmdistill.models.heads import HEADS, HeadName
-from llmdistill.models.load import build_meta, check_files, config_with_head, install_saved, load_model, warn_of_unread
+from llmdistill.models.load import build_meta, check_files, config_with_head, load_model, warn_of_unread
 
 
 @dataclass(frozen=True)

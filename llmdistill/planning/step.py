@@ -18,9 +18,10 @@ from llmdistill.batch import IGNORE_INDEX, Batch, HeadInputs, TeacherRows
 from llmdistill.losses.vocabulary_shards import VocabularyShards, split_sizes
 from llmdistill.methods import Method
 from llmdistill.models.adapters import cast_parameters
+from llmdistill.models.config_check import install_saved
 from llmdistill.models.forms import adapt
 from llmdistill.models.heads import HeadName
-from llmdistill.models.load import build_meta, install_saved
+from llmdistill.models.load import build_meta
 from llmdistill.runtime.engine import add_projectors, set_training
 from llmdistill.runtime.tracing import Tracer, Work, on_gpu
 from llmdistill.step.learning import HeadLosses

@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
-from torch import nn
-
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.runtime.distributed import all_reduce_sum, gather_objects
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
+from llmdistill.step.not_finite import first_not_finite_parameter
 from llmdistill.step.own_loss import OwnLoss, measure_own_loss
 from llmdistill.step.teacher import Teacher
 
-_WHOLE = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights that are not of few bits."""
 LossModes = Mapping[str, Mapping[str, bool]]
 """`TappedModel.shortcut` and `TappedModel.makes_mask` of each model, by its name; a checkpoint stores them."""
 
@@ -61,13 +57,6 @@ def choose_loss_modes(models: Mapping[str, TappedModel], batch: Batch) -> LossMo
         loss_modes[name] = {"shortcut": shortcut, "makes_mask": makes_mask}
     set_loss_modes(models, loss_modes)
     return loss_modes
-
-
-def first_not_finite_parameter(model: nn.Module) -> str | None:
-    """Return the name of the first parameter with a value that is not finite, under ZeRO-3 in this rank's shard."""
-    named = ((name, getattr(each, "ds_tensor", each)) for name, each in model.named_parameters())
-    plain = ((name, each) for name, each in named if each.dtype in _WHOLE and not each.is_meta)
-    return next((name for name, each in plain if not each.isfinite().all()), None)
 
 
 def set_loss_modes(models: Mapping[str, TappedModel], loss_modes: LossModes) -> None:

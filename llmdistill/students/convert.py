@@ -41,7 +41,8 @@ from llmdistill.students.shapes import (
     teacher_layers,
 )
 from llmdistill.students.sizes import check_factorization, plan_embedding, plan_factors, summarize
-from llmdistill.students.start.weighted import WeightedFactors, check_calibration_data
+from llmdistill.students.start.weighted import check_calibration_data
+from llmdistill.students.start.weighted_factors import WeightedFactors
 
 
 @torch.no_grad()

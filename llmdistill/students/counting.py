@@ -8,9 +8,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.errors import UserError
+from llmdistill.models.config_check import install_saved
 from llmdistill.models.general import in_lists, is_linear
 from llmdistill.models.heads import HeadName
-from llmdistill.models.load import build_meta, install_saved
+from llmdistill.models.load import build_meta
 from llmdistill.students.experts import stacks_of
 from llmdistill.students.install import features
 from llmdistill.students.kronecker import kronecker_flops, kronecker_params

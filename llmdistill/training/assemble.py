@@ -34,7 +34,8 @@ from llmdistill.students.convert import compress_folder, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
 from llmdistill.teachers.live import TeacherOnDemand, make_teacher
 from llmdistill.teachers.source import LoadedTeacher, TeacherContext
-from llmdistill.training.batches import LoaderParts, batch_source
+from llmdistill.training.batch_source import LoaderParts
+from llmdistill.training.batches import batch_source
 from llmdistill.training.calibration import measure_parts, measure_weights, nearest_rotation
 from llmdistill.training.callbacks.best import BestStudent
 from llmdistill.training.checks import check_liger

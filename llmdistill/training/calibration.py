@@ -41,7 +41,8 @@ from llmdistill.students.importance import Importance, measure_importance
 from llmdistill.students.shapes import teacher_layers
 from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.weigh import CalibrationParts, weigh
-from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING, WeightedFactors
+from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING
+from llmdistill.students.start.weighted_factors import WeightedFactors
 from llmdistill.students.svd import determine_vectors
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import LoadedModel, Models, TaskData

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -13,17 +13,22 @@ from llmdistill.models.forms import chosen_forms
 from llmdistill.step import liger
 from llmdistill.step.compile import check_compilers
 from llmdistill.students.sizes import build_planned
-from llmdistill.training.rules import COMPILE, check_conditions, clash
-
-if TYPE_CHECKING:
-    from llmdistill.training.plan import Plan
-
+from llmdistill.teachers.source import TeacherPlan
+from llmdistill.training.resolved import RunModels
+from llmdistill.training.rules import COMPILE, PlanFacts, check_conditions, clash
 
 _WORTH_COMPILING = 500
 """Steps of a run from which on it compiles by itself: a shorter one would hardly win back the time."""
 
 
-def check_plan(plan: Plan) -> None:
+class CheckedPlan(PlanFacts, TeacherPlan, Protocol):
+    """What the checks read of a run's plan; see `training.plan.Plan`."""
+
+    @property
+    def models(self) -> RunModels: ...
+
+
+def check_plan(plan: CheckedPlan) -> None:
     """Raise a UserError if the settings of a run do not fit its models, data or method, or each other."""
     check_conditions(plan)
     for form, settings in chosen_forms(plan.config.student):
@@ -33,7 +38,7 @@ def check_plan(plan: Plan) -> None:
         plan.source.check_plan(plan)
 
 
-def compiles(plan: Plan, device: torch.device) -> bool:
+def compiles(plan: CheckedPlan, device: torch.device) -> bool:
     """Whether a run compiles its layers: if it is told to, or by itself if that is possible and worth the time."""
     chosen = plan.config.train.compile
     if chosen != "auto":
@@ -47,7 +52,7 @@ def compiles(plan: Plan, device: torch.device) -> bool:
     return True
 
 
-def runs_liger(plan: Plan, device: torch.device) -> bool:
+def runs_liger(plan: CheckedPlan, device: torch.device) -> bool:
     """Whether a run takes Liger's kernels for the models that they fit: if it is told to, or by itself if it can."""
     chosen = plan.config.train.liger
     if chosen != "auto":
@@ -55,7 +60,7 @@ def runs_liger(plan: Plan, device: torch.device) -> bool:
     return available(device) and liger.is_installed() and not compiles(plan, device)
 
 
-def check_liger(plan: Plan, device: torch.device) -> None:
+def check_liger(plan: CheckedPlan, device: torch.device) -> None:
     """Raise a UserError if Liger's kernels cannot run on a device, are missing, or do not fit the student of a run."""
     if not available(device):
         raise UserError("train.liger is true, but its kernels need a GPU, A100 or later: set it to auto or false")
@@ -68,6 +73,6 @@ def check_liger(plan: Plan, device: torch.device) -> None:
         )
 
 
-def can_cache(plan: Plan) -> bool:
+def can_cache(plan: CheckedPlan) -> bool:
     """Whether a cache can take the place of a run's teacher, and the same command does not make this teacher first."""
     return plan.teacher_plan is None and plan.cache_obstacle is None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from urllib.error import HTTPError
 
 import numpy as np
@@ -33,12 +33,10 @@ from llmdistill.losses.agreement import count_shared, log_probs_of, top_tokens
 from llmdistill.report.metrics_log import TOP_SHARED, WRITER_GAP
 from llmdistill.runtime.distributed import World, all_reduce_sum, on_every, on_main
 from llmdistill.step.teacher import with_requests
+from llmdistill.training.batch_source import LoaderParts
 from llmdistill.training.callbacks.base import Callback, TrainState
 from llmdistill.training.plan import Plan
 from llmdistill.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from llmdistill.training.batches import LoaderParts
 
 _K = 10  # the ten of TOP_SHARED
 _REQUESTS = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
@@ -20,8 +20,27 @@ from llmdistill.models.families import has_own_masks
 from llmdistill.models.load import has_checkpointing
 from llmdistill.models.rounding import bits_of
 
-if TYPE_CHECKING:
-    from llmdistill.training.plan import Plan
+if TYPE_CHECKING:  # the help shows the table without waiting for torch
+    from llmdistill.methods import Method
+    from llmdistill.tasks.base import Task
+    from llmdistill.training.resolved import RunModels
+
+
+class PlanFacts(Protocol):
+    """What conditions read of a run's plan; see `training.plan.Plan`."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def models(self) -> RunModels: ...
+    @property
+    def method(self) -> Method: ...
+    @property
+    def task(self) -> Task: ...
+    @property
+    def zero_stage(self) -> int: ...
+    @property
+    def teacher_plan(self) -> PlanFacts | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +51,13 @@ class Condition:
     """What users type, or what their models or data are, for the table of docs/train.md."""
     of_config: Callable[[RunConfig], bool] | None = None
     """Whether it holds, if the settings of a run alone tell."""
-    of_plan: Callable[[Plan], bool] | None = None
+    of_plan: Callable[[PlanFacts], bool] | None = None
     """The same where the plan is known, with its models and method. A condition may have both: `of_config` then counts
     in pairs whose other condition has it too, and this one in all other pairs."""
-    detail: Callable[[Plan], str] = lambda plan: ""
+    detail: Callable[[PlanFacts], str] = lambda plan: ""
     """What a sentence about a plan says of it, such as the type of the model."""
 
-    def holds(self, plan: Plan) -> bool:
+    def holds(self, plan: PlanFacts) -> bool:
         """Whether it holds for the run of a plan."""
         if self.of_plan is not None:
             return self.of_plan(plan)
@@ -46,7 +65,7 @@ class Condition:
         return self.of_config(plan.config)
 
 
-def _is_bare(plan: Plan) -> bool:
+def _is_bare(plan: PlanFacts) -> bool:
     """Whether the teacher's config names an encoder without head, where the task brings none either."""
     models = plan.models
     bare = MODEL_MAPPING_NAMES.get(models.teacher.model_type, "")  # several of Funnel
@@ -60,7 +79,7 @@ def _list_sharded(config: RunConfig) -> list[str]:
     return [f"{key_of(name)}.sharding {one.sharding}" for name, one in everyone if one.is_sharded]
 
 
-def _list_sharded_few_bits(plan: Plan) -> list[str]:
+def _list_sharded_few_bits(plan: PlanFacts) -> list[str]:
     """The settings that shard a teacher of few bits, with its bits and its name."""
     listed = []
     for name, settings in plan.config.teacher.everyone.items():
@@ -577,14 +596,14 @@ def check_settings(config: RunConfig) -> None:
             raise UserError(_format_sentence(sentence, config))
 
 
-def check_conditions(plan: Plan) -> None:
+def check_conditions(plan: PlanFacts) -> None:
     """Raise a UserError if the models, the method or the data of a run do not go together; settings are checked."""
     obstacle = find_obstacle(plan)
     if obstacle is not None:
         raise UserError(obstacle)
 
 
-def find_obstacle(plan: Plan) -> str | None:
+def find_obstacle(plan: PlanFacts) -> str | None:
     """Return why two choices of a run do not go together, and what instead; None if all do."""
     for (first, second), sentence in CLASHES.items():
         of_first, of_second = first.of_config, second.of_config
@@ -597,7 +616,7 @@ def find_obstacle(plan: Plan) -> str | None:
     return None
 
 
-def clash(plan: Plan, condition: Condition, others: Collection[Condition] | None = None) -> str | None:
+def clash(plan: PlanFacts, condition: Condition, others: Collection[Condition] | None = None) -> str | None:
     """Return why a condition, whether it holds or not, cannot be joined with others of a run; None if it can.
 
     `others` are by default all that hold.
@@ -609,7 +628,7 @@ def clash(plan: Plan, condition: Condition, others: Collection[Condition] | None
     return None
 
 
-def _sentence_of_pair(sentence: str, plan: Plan, first: Condition, second: Condition) -> str:
+def _sentence_of_pair(sentence: str, plan: PlanFacts, first: Condition, second: Condition) -> str:
     details = {"first": first.detail(plan), "second": second.detail(plan)}
     return _format_sentence(sentence, plan.config, plan=plan, **details)
 

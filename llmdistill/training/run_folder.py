@@ -24,7 +24,6 @@ from llmdistill.runtime.ds_config import read_ds_config
 from llmdistill.tasks import task_folder
 from llmdistill.teachers.cache.folder import cache_fingerprint
 from llmdistill.training.callbacks.best import read_best
-from llmdistill.training.callbacks.finite import ENDED, NOT_FINITE
 from llmdistill.training.checkpoints import checkpoints
 from llmdistill.training.defaults import RUN_FILE
 
@@ -34,6 +33,10 @@ LOCK_FILE = ".lock"
 INPUTS = "inputs"
 """Subfolder of a run folder for the models and data that the caller had in memory. Their file names are derived from
 their content, so that the same call finds its run again."""
+NOT_FINITE = "not_finite"
+"""Subfolder for the batches of the steps whose numbers were not finite, one subfolder for each."""
+ENDED = "ended.json"
+"""File in it: the step and the peak learning rate of a run that such a step has ended."""
 
 _FREE_BLOCKS = (
     *("zero_optimization", "activation_checkpointing", "aio", "checkpoint", "comms_logger", "flops_profiler", "timers"),

@@ -19,9 +19,9 @@ from llmdistill.runtime.distributed import World, all_reduce_sum
 from llmdistill.runtime.engine import learning_rate
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.loss_modes import LossModes, choose_modes_of_models, set_loss_modes
+from llmdistill.step.not_finite import first_not_finite
 from llmdistill.step.teacher import Teacher, live_models
 from llmdistill.training.callbacks.base import Callback, TrainState, check_order
-from llmdistill.training.callbacks.finite import first_not_finite
 
 
 @dataclass

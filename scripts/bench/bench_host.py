@@ -43,7 +43,8 @@ from llmdistill.students.start import sampled
 from llmdistill.students.start.cuts import divergences, predict_losses
 from llmdistill.students.start.moments import measure_moments
 from llmdistill.students.start.sampled import Sampling, watch_reads
-from llmdistill.students.start.weighted import WeightedFactors, weighted_svd
+from llmdistill.students.start.weighted import weighted_svd
+from llmdistill.students.start.weighted_factors import WeightedFactors
 from llmdistill.tasks.reference_loss import label_loss
 
 WIDTH, VOCABULARY, ROWS, TOKENS = 16, 64, 2, 8

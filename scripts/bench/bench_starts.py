@@ -51,7 +51,8 @@ from llmdistill.students.install import matrix
 from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.moments import Moments
 from llmdistill.students.start.weigh import CalibrationParts, choose_ranks, measure_factors, weigh
-from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, weighted_svd
+from llmdistill.students.start.weighted import WeightedSVD, weighted_svd
+from llmdistill.students.start.weighted_factors import WeightedFactors
 from llmdistill.students.svd import factor_params, largest_rank
 from llmdistill.tasks import make_task
 from llmdistill.tasks.base import LoadedModel, Models

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -113,31 +113,36 @@ def name_of(node: ast.Name | ast.Attribute) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr
 
 
-def room(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
-
-
-def imports(path: Path) -> set[str]:
-    """The modules of the package that a file imports, also behind TYPE_CHECKING."""
-    found = set[str]()
+def imports(path: Path) -> set[Path]:
+    """The files of the package that a file imports, also in functions and behind TYPE_CHECKING."""
+    files = set[Path]()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "llmdistill":
-            found |= {
-                f"{node.module}.{each.name}" if node.module == "llmdistill" else node.module for each in node.names
-            }
-    return found
+            for alias in node.names:
+                # The name is a module, or else something in one; the public names of the package itself are left out.
+                names = [f"{node.module}.{alias.name}", *([node.module] if node.module != "llmdistill" else [])]
+                bases = [ROOT / Path(*name.split(".")) for name in names]
+                candidates = (file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py"))
+                files |= {file for file in [next((file for file in candidates if file in FILES), None)] if file}
+    return files
 
 
-def circles() -> list[str]:
-    """The rooms that import each other, directly or around."""
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def circles(name: Callable[[Path], str]) -> list[str]:
+    """The rooms or files that import each other, directly or around; `name` is that of a file, or of its room."""
     graph = defaultdict[str, set[str]](set)
     for path in FILES:
-        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        graph[own] |= {room(each) for each in imports(path)} - {own, "__version__", "llmdistill"}
-    reach = {each: {each} for each in graph}
-    for _ in graph:
-        for each in graph:
-            reach[each] |= {far for near in reach[each] for far in graph.get(near, ())}
+        graph[name(path)] |= {name(file) for file in imports(path)} - {name(path)}
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        reach[start], left = {start}, [start]
+        while left:
+            new = graph[left.pop()] - reach[start]
+            reach[start] |= new
+            left += new
     groups = {frozenset(b for b in graph if b in reach[a] and a in reach[b]) for a in graph}
     return [" ".join(sorted(group)) for group in groups if len(group) > 1]
 
@@ -281,7 +286,8 @@ def measure() -> dict[str, list[str]]:
         "functions that take world": with_world(),
         f"private functions used once (of {private})": once,
         "of these called there, and not decorated": inline,
-        "circles of rooms": circles(),
+        "circles of rooms": circles(room),
+        "circles of files, with imports in functions": circles(place),
         **homes(),
         "private names of other libraries": private_attributes(),
         "stops of the plan from run_claimed": follow(f"llmdistill/{start}:run_claimed", "plan"),

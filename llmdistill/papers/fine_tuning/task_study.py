@@ -56,6 +56,7 @@ from llmdistill.studies.trials import (
 )
 from llmdistill.tasks.base import ScoredModel
 from llmdistill.tasks.benchmark import Benchmark, BenchmarkData
+from llmdistill.tasks.glue import Glue
 from llmdistill.training.plan import Plan, make_plan
 from llmdistill.training.run_folder import finished_metrics
 
@@ -237,7 +238,15 @@ class TaskStudy(Study):
 
     def figure(self, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str) -> dict[str, Any]:
         """Plot the features of a layer of models on the task's dev set, as `tsne.draw` says."""
-        world = World.current()
-        from llmdistill.papers.fine_tuning.tsne import draw  # scikit-learn's manifolds take a second to import
+        from llmdistill.papers.fine_tuning import tsne  # scikit-learn's manifolds take a second to import
 
-        return on_main(lambda: draw(self, models, aspect, folder, name, world.device))
+        assert isinstance(self.benchmark, Glue), "only classes and scores are drawn"
+        drawn = tsne.DrawnFeatures(
+            task=self.benchmark,
+            aspect=aspect,
+            layer=self.config.tsne_layer,
+            max_length=self.protocol.max_length,
+            dtype=self.plan.models.dtype,
+        )
+        device = World.current().device
+        return on_main(lambda: tsne.draw(drawn, models, folder, name, device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, shape_of
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
-from llmdistill.papers.fine_tuning.task_study import TaskStudy
 from llmdistill.progress import progress
 from llmdistill.report.plots import COLORS, MARKERS, STYLE, Panel, frame_panel, new_figure, save_plot
 from llmdistill.tasks.classification import list_targets
@@ -41,26 +41,38 @@ _PERPLEXITY = 30.0
 _MAX_PANELS = 4  # side by side
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrawnFeatures:
+    """The features that are drawn: those of one layer on the dev set of a task."""
+
+    task: Glue
+    aspect: Aspect
+    """The features of the layer, of the model's width."""
+    layer: int | None
+    """From 1; None is the middle layer of each model."""
+    max_length: int
+    """The largest number of tokens of an example."""
+    dtype: torch.dtype
+    """In which the models are loaded."""
+
+
 def draw(
-    study: TaskStudy, models: Mapping[str, str], aspect: Aspect, folder: Path, name: str, device: torch.device
+    drawn: DrawnFeatures, models: Mapping[str, str], folder: Path, name: str, device: torch.device
 ) -> dict[str, Any]:
     """Plot each model's hidden states on the dev set side by side; one rank calls this function.
 
-    `models` are fine-tuned on the task: folders or hub names by the titles of their panels. `aspect` are the features
-    of the layer, of the model's width. The plot is NAME.png and NAME.svg in the folder; NAME.json has every point, and
-    is not computed again.
+    `models` are fine-tuned on the task: folders or hub names by the titles of their panels. The plot is NAME.png and
+    NAME.svg in the folder; NAME.json has every point, and is not computed again.
 
     Returns:
         The number of examples, and for each model its layer and `silhouette`: the separation of the classes in its
         features before t-SNE, from -1 to 1; None for a regression task.
     """
-    assert isinstance(study.benchmark, Glue), "only classes and scores are drawn"
-    data, classes, file = study.benchmark.read_files(), study.benchmark.entry.classes, folder / f"{name}.json"
-    layer, max_length, dtype = study.config.tsne_layer, study.protocol.max_length, study.plan.models.dtype
+    data, classes, file = drawn.task.read_files(), drawn.task.entry.classes, folder / f"{name}.json"
     prints = {title: fingerprint(path) for title, path in models.items()}
     depends_on = {
-        **{"models": prints, "layer": layer, "aspect": aspect},
-        **{"max_length": max_length, "examples": data.digest, "dtype": str(dtype)},
+        **{"models": prints, "layer": drawn.layer, "aspect": drawn.aspect},
+        **{"max_length": drawn.max_length, "examples": data.digest, "dtype": str(drawn.dtype)},
     }
     earlier = read_result(file, depends_on)
     if earlier is not None and (folder / f"{name}.png").is_file():
@@ -71,20 +83,21 @@ def draw(
         rows = sorted(np.random.default_rng(0).choice(len(dev), EXAMPLES, replace=False).tolist())
     examples = [dev[row] for row in rows]
     targets = list_targets(examples)
-    drawn, clouds = {}, []
+    points_of, clouds = {}, []
     for title, path in models.items():
-        number = middle_layer(path) if layer is None else layer
+        number = middle_layer(path) if drawn.layer is None else drawn.layer
         tokenizer: Any = load_tokenizer(path)
-        model = load_model(path, dtype=dtype, device=device, head="sequence")
-        items = encode_pairs(examples, tokenizer, max_length)
-        features = layer_features(model, items, layer=number, aspect=aspect, pad_token_id=tokenizer.pad_token_id)
+        model = load_model(path, dtype=drawn.dtype, device=device, head="sequence")
+        items = encode_pairs(examples, tokenizer, drawn.max_length)
+        padding = tokenizer.pad_token_id
+        features = layer_features(model, items, layer=number, aspect=drawn.aspect, pad_token_id=padding)
         points = embed(features)
         apart = float(silhouette_score(features, targets)) if classes and len(np.unique(targets)) > 1 else None
-        drawn[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
+        points_of[title] = {"path": path, "layer": number, "silhouette": apart, "points": points.round(3).tolist()}
         note = "" if apart is None else f", silhouette {round(apart, 2) + 0.0:.2f}"  # + 0.0 takes the sign off -0.0
         clouds.append(Panel(title, f"layer {number}{note}", points))
     save_plot(plot_clusters(clouds, targets, classes), folder, name)
-    return _summary(write_result(file, depends_on, {"rows": rows, "targets": targets.tolist(), "models": drawn}))
+    return _summary(write_result(file, depends_on, {"rows": rows, "targets": targets.tolist(), "models": points_of}))
 
 
 def _summary(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from llmdistill.students.start.sampled import (
     running_as,
     tapped_output,
 )
-from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, held_at
+from llmdistill.students.start.weighted import WeightedSVD
+from llmdistill.students.start.weighted_factors import WeightedFactors, held_at
 from llmdistill.students.svd import truncated_svd
 
 

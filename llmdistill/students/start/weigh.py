@@ -24,7 +24,8 @@ from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.cuts import divergences
 from llmdistill.students.start.measure import Measurement, first_tokens
 from llmdistill.students.start.sampled import graph_tokens, tokens_at_a_time
-from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, allocate
+from llmdistill.students.start.weighted import WeightedSVD, allocate
+from llmdistill.students.start.weighted_factors import WeightedFactors
 from llmdistill.teachers.live import LoadedTeacher
 
 

@@ -7,33 +7,25 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import Tensor
 
 from llmdistill.batch import Batch
 from llmdistill.errors import UserError
 from llmdistill.files import sync, write_json
-from llmdistill.internals.torch_names import tree_iter
 from llmdistill.runtime.devices import to_host_later
 from llmdistill.runtime.distributed import World, all_reduce_sum, gather_objects, on_every, on_main
 from llmdistill.runtime.terminal import warn_main
 from llmdistill.runtime.training_state import fragments
-from llmdistill.step.loss_modes import first_not_finite_parameter
 from llmdistill.training.callbacks.base import StepTerms, TrainState
-
-if TYPE_CHECKING:
-    from llmdistill.training.trainer import Trainer  # which a study, that reads ENDED, does without
+from llmdistill.training.run_folder import ENDED, NOT_FINITE
+from llmdistill.training.trainer import Trainer
 
 LIMIT = 3
 """Skipped steps in a row that end the run."""
-NOT_FINITE = "not_finite"
-"""Folder in the run's folder for the batches of the steps whose numbers were not finite, one subfolder for each."""
-ENDED = "ended.json"
-"""File in it: the step and the peak learning rate of a run that such a step has ended."""
 LOWER = "give the same command with a lower train.learning_rate, which goes on from the last checkpoint"
 _SHOWN_SAMPLES = 4
 
@@ -222,32 +214,3 @@ def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
     # All ranks raise it, so rank 0 alone says it.
     error.everywhere = True
     raise error
-
-
-def first_not_finite(models: Mapping[str, nn.Module], run: Callable[[], None]) -> str:
-    """Run forward passes and say, as part of a sentence, where the first value that is not finite was computed.
-
-    The models are named as they are called, in the order in which they run: teacher, student.
-    """
-    broken = ((called, first_not_finite_parameter(model)) for called, model in models.items())
-    wrong = [f"the {called}'s parameter {name} is not finite" for called, name in broken if name is not None]
-    places = {each: (called, name) for called, model in models.items() for name, each in model.named_modules()}
-    found: list[tuple[str, str]] = []
-
-    def look(module: nn.Module, _args: Any, output: Any) -> None:
-        tensors = (each for each in tree_iter(output) if isinstance(each, Tensor) and each.is_floating_point())
-        if not found and module in places and not all(each.isfinite().all() for each in tensors):
-            found.append(places[module])
-
-    handle = register_module_forward_hook(look)
-    try:
-        run()  # in any case: the other ranks may find nothing wrong with their shards
-    finally:
-        handle.remove()
-    if wrong:
-        return wrong[0]
-    names = " and ".join(models)
-    if not found:
-        return f"the outputs of {names} are finite"
-    called, module = found[0]
-    return f"the first of {names} with an output that is not finite is the {called}, in {module or 'its output'}"

@@ -22,7 +22,8 @@ from llmdistill.students.start.cuts import cut, predict_losses
 from llmdistill.students.start.moments import measure_moments
 from llmdistill.students.start.sampled import Sampling, watch_reads
 from llmdistill.students.start.weigh import weigh
-from llmdistill.students.start.weighted import WeightedFactors, WeightedSVD, weighted_svd
+from llmdistill.students.start.weighted import WeightedSVD, weighted_svd
+from llmdistill.students.start.weighted_factors import WeightedFactors
 
 from support import in_memory
 

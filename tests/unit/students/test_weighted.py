@@ -15,13 +15,13 @@ from llmdistill.students.start.moments import Moments
 from llmdistill.students.start.weighted import (
     GRADIENT_DAMPING,
     INPUT_DAMPING,
-    WeightedFactors,
     WeightedSVD,
     allocate,
     weighted_svd,
     weighted_svds,
 )
 from llmdistill.students.start.weighted_embedding import COLUMN_DAMPING, ROW_DAMPING, TableMoments, weighted_table
+from llmdistill.students.start.weighted_factors import WeightedFactors
 from llmdistill.students.start.weighted_kronecker import WeightedKronecker, weighted_kronecker
 from llmdistill.students.svd import factor_params, largest_rank, useful_ranks
 

@@ -20,9 +20,9 @@ from llmdistill.methods import build_method
 from llmdistill.methods.makd import MakdConfig
 from llmdistill.objective import Objective
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.loss_modes import first_not_finite_parameter
+from llmdistill.step.not_finite import first_not_finite, first_not_finite_parameter
 from llmdistill.step.taps import Recorder
-from llmdistill.training.callbacks.finite import FiniteSteps, first_not_finite
+from llmdistill.training.callbacks.finite import FiniteSteps
 from llmdistill.training.callbacks.loss_watch import LossWatch, diverged, is_diverged
 from llmdistill.training.callbacks.uneven_terms import term_gradients, uneven_terms
 
