@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import sys
 from functools import cache
 from pathlib import Path
@@ -97,6 +98,26 @@ def test_rooms_have_no_circles():
         done |= ready
 
 
+def module_name(path: Path) -> str:
+    return ".".join(part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__")
+
+
+def test_files_have_no_circles():
+    """Nor behind TYPE_CHECKING. Imports in functions are left out: they delay the loading of what few runs need."""
+    modules, graph = {module_name(path) for path in FILES}, dict[str, set[str]]()
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        blocks = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.If))]
+        froms = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom) and node.module]
+        names = [(node.module, f"{node.module}.{alias.name}") for node in froms for alias in node.names]
+        graph[module_name(path)] = {inner if inner in modules else outer for outer, inner in names} & modules
+    done = {"llmdistill"}  # its public names are loaded when they are first used
+    while len(done) < len(graph):
+        ready = {name for name, needs in graph.items() if name not in done and needs <= done | {name}}
+        assert ready, f"a circle among {sorted(set(graph) - done)}"
+        done |= ready
+
+
 def test_only_command_lines_read_what_was_typed():
     readers = {room_of(path) for path in FILES if "sys.argv" in path.read_text(encoding="utf-8")}
     assert readers <= {"train", "commands", "cli"}
@@ -107,6 +128,9 @@ def test_no_module_shadows_another_when_train_runs_as_a_script():
     own = {path.stem if path.suffix else path.name for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
     assert not own & (third_party | {"yaml", *sys.stdlib_module_names})
 
+
+SCREEN = 60
+"""Lines. Those of the page are renewed when they are further off than half of it, not at each commit."""
 
 WRONG = {
     "ends like a text": r"[.!\s]$",
@@ -142,14 +166,25 @@ def test_a_message_is_one_plain_sentence() -> None:
 
 
 def test_the_page_about_the_architecture_names_what_is_there() -> None:
-    """Its paths are files or folders of the package, and the names beside them are defined there."""
+    """Its paths are files or folders of the package, and its tree shows each room."""
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    named = re.findall(r"`([a-z_/]+(?:\.py|/))`(?: `(\w+)`)?", page)
-    assert len(named) > 30
-    for path, name in named:
-        place = next((root / path for root in (PACKAGE, ROOT) if (root / path).exists()), None)
-        assert place is not None, path
-        assert not name or re.search(rf"(def|class) {name}\b", place.read_text(encoding="utf-8")), f"{path} {name}"
+    paths = re.findall(r"`([a-z_/]+(?:\.py|/))(?::\d+)?`", page)
+    assert len(paths) > 40
+    assert [path for path in paths if not ((PACKAGE / path).exists() or (ROOT / path).exists())] == []
     tree = page.split("```")[1]
     shown = set(re.findall(r"\b([a-z_]+)(?=/|\.py)", tree))
     assert {room_of(path) for path in FILES} - {"__init__", "__main__", "factorize"} <= shown
+
+
+def test_the_page_about_the_architecture_has_the_lines_of_its_names() -> None:
+    """A reader who opens the line sees the definition; scripts/make/lines.py writes the lines anew."""
+    lines = runpy.run_path(str(ROOT / "scripts/make/lines.py"))
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    written, right = (lines["NAMED"].findall(text) for text in (page, lines["with_lines"](page)))
+    assert len(right) > 30
+    far = [
+        f"{path} {name} is on line {now}"
+        for (path, line, name), (_, now, _) in zip(written, right, strict=True)
+        if abs(int(line or 0) - int(now)) > SCREEN // 2
+    ]
+    assert far == [], "run scripts/make/lines.py"
