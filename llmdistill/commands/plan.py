@@ -237,7 +237,7 @@ def _find_cache(choices: Sequence[LayoutChoice]) -> CacheForecast | None:
 
 def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutChoice], *, every: bool) -> None:
     """Print the run, the choices, and for the best choice of each ds_config the memory by part and the step."""
-    from llmdistill.planning.choices import best_of_each, gigabytes
+    from llmdistill.planning.choices import best_by_kind, gigabytes
     from llmdistill.planning.layout import Duration
     from llmdistill.report.tables import print_table
     from llmdistill.students.sizes import describe_ranks
@@ -258,7 +258,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     shown = (
         choices
         if every
-        else best_of_each(choices, lambda choice: (choice.ds_config, choice.teacher, choice.checkpointing))
+        else best_by_kind(choices, lambda choice: (choice.ds_config, choice.teacher, choice.checkpointing))
     )
     header = ["ds_config", "teacher", "re-\ncompute", "micro\nbatch", "GB", "fits", "s", "bound"]
     rows = [
@@ -276,7 +276,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     ]
     title = "GB of a rank and seconds of a step, for micro batch x accumulation steps"
     print_table(title, header, rows, left=(0, 1, 2, 5, 7))
-    best = best_of_each(choices, lambda choice: (choice.ds_config,))
+    best = best_by_kind(choices, lambda choice: (choice.ds_config,))
     parts = [part for part in best[0].memory if any(choice.memory[part] > 0 for choice in best)]
     part_rows = [[part, *(gigabytes(choice.memory[part]) for choice in best)] for part in parts]
     part_rows.append(["total", *(gigabytes(choice.total) for choice in best)])

@@ -16,7 +16,7 @@ from llmdistill.config.marks import (
     SHARE_BELOW_1,
     SHARE_OVER_0,
     at_least,
-    each_once,
+    distinct,
     earlier_default,
     replaced_by,
     replaces,
@@ -140,7 +140,7 @@ class TaskConfig:
     """Question answering: tokens of a question; a longer one is cut."""
     max_answer_length: int = field(default=30, metadata=at_least(1))
     """Question answering: largest number of tokens of a predicted answer."""
-    languages: list[str] | None = field(default=None, metadata=each_once(wanted=", such as en,de"))
+    languages: list[str] | None = field(default=None, metadata=distinct(wanted=", such as en,de"))
     """Languages of a multilingual task that are scored, separated by commas, such as en,de,zh; default: all for which
     the folder has data, and on the hub all of the task."""
     out_of_domain: dict[str, dict[str, Any]] = field(default_factory=dict)

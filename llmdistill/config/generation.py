@@ -7,7 +7,7 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser
 
-from llmdistill.config.marks import FREE, OVER_0, SHARE_OVER_0, at_least, each_once, takes
+from llmdistill.config.marks import FREE, OVER_0, SHARE_OVER_0, at_least, distinct, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class GenerationConfig:
     decoding: Literal["sample", "greedy"] = "greedy"
     """greedy: one pass. sample: MiniLLM's temperature 1, top_p 1, no top_k, and one pass per seed, the default of
     `evaluate --suite dolly` and MiniLLM's other sets."""
-    seeds: list[int] = field(default_factory=lambda: [10, 20, 30, 40, 50], metadata=each_once(0, ", none below 0"))
+    seeds: list[int] = field(default_factory=lambda: [10, 20, 30, 40, 50], metadata=distinct(0, ", none below 0"))
     """Seeds of the sampling passes; the reported ROUGE-L is their mean."""
     no_repeat_ngram_size: int = field(default=6, metadata=at_least(0))
     """No n-gram of this length occurs twice in an answer; 0 switches this off."""

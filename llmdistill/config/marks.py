@@ -28,7 +28,7 @@ def at_least(number: int, hint: str = "") -> dict[Any, Any]:
     return takes(lambda value: value >= number, f"give {number} or more{hint}")
 
 
-def each_once(least: float = -math.inf, wanted: str = "") -> dict[Any, Any]:
+def distinct(least: float = -math.inf, wanted: str = "") -> dict[Any, Any]:
     """Mark a list that has a value, each once, and none below the least."""
     return takes(
         lambda values: values and len(set(values)) == len(values) and (least == -math.inf or min(values) >= least),

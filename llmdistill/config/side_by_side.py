@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmdistill.config.marks import at_least, each_once, takes
+from llmdistill.config.marks import at_least, distinct, takes
 
 
 @dataclass(frozen=True, kw_only=True)
 class SideBySideConfig:
     """The models, and how they run."""
 
-    model: list[str] = field(metadata=each_once())
+    model: list[str] = field(metadata=distinct())
     """Folders or hub names of models, separated by commas. The folder of a run stands for its teacher, its untrained
     student and its student. NAME=FOLDER gives a model the name that the report shows; for a run this is its student."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -35,7 +35,7 @@ class ChunksConfig(SideBySideConfig):
     """Spans of words outside of chunks that are drawn; they are a label of their own."""
     held_out: int = field(default=500, metadata=at_least(0))
     """Spans of both kinds that k-means does not see and that are scored; 0 scores those that it sees."""
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata=each_once(0, ", none below 0"))
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata=distinct(0, ", none below 0"))
     """Seeds, separated by commas. Each draws its own spans and its own first centers."""
     batch_size: int = field(default=16, metadata=at_least(1))
     """Sequences in a forward pass."""
@@ -56,7 +56,7 @@ class AttentionConfig(SideBySideConfig):
     layers: list[int] | None = None
     """The layer, counted from 1: one for all models, or one for each of them, separated by commas; default: the last
     layer of each model."""
-    heads: list[int] | None = field(default=None, metadata=each_once())
+    heads: list[int] | None = field(default=None, metadata=distinct())
     """Heads, counted from 1 and separated by commas, which have a row each; default: the mean of all heads."""
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class SpeedConfig(SideBySideConfig):
 class ZeroShotConfig(SideBySideConfig):
     """The decoders to score, and the tasks of lm-evaluation-harness."""
 
-    tasks: list[str] = field(metadata=each_once())
+    tasks: list[str] = field(metadata=distinct())
     """Tasks, groups or tags of lm-evaluation-harness, separated by commas, such as arc_easy,hellaswag,piqa."""
     task_dir: str | None = None
     """Folder with tasks of your own, in the harness's YAML; they are added to those that come with it."""
@@ -115,11 +115,11 @@ class ZeroShotConfig(SideBySideConfig):
 class MtebConfig(SideBySideConfig):
     """The encoders to score, and the tasks of MTEB."""
 
-    tasks: list[str] | None = field(default=None, metadata=each_once())
+    tasks: list[str] | None = field(default=None, metadata=distinct())
     """Tasks of MTEB, separated by commas, such as STSBenchmark,Banking77Classification.v2."""
     benchmark: str | None = None
     """A benchmark of MTEB instead, which stands for its tasks, such as "MTEB(eng)" for the English one."""
-    languages: list[str] | None = field(default=None, metadata=each_once())
+    languages: list[str] | None = field(default=None, metadata=distinct())
     """Score --tasks only in these languages, by their three letters (ISO 639-3), separated by commas: eng,deu."""
     batch_size: int = field(default=32, metadata=at_least(1))
     """Texts in a forward pass."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from llmdistill.config.marks import SHARE, at_least, each_once
+from llmdistill.config.marks import SHARE, at_least, distinct
 from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.training import LEARNING_RATES
 from llmdistill.errors import check_name
@@ -37,9 +37,9 @@ class GridConfig:
     choice is that of the paper's table. The settings below override the protocol."""
     learning_rates: list[float] | None = field(default=None, metadata=LEARNING_RATES)
     """Peak learning rates to try, separated by commas; the one with the best dev score is used."""
-    epochs: list[int] | None = field(default=None, metadata=each_once(1, ", all 1 or more"))
+    epochs: list[int] | None = field(default=None, metadata=distinct(1, ", all 1 or more"))
     """Numbers of epochs to try, separated by commas."""
-    seeds: list[int] | None = field(default=None, metadata=each_once(0, ", none below 0"))
+    seeds: list[int] | None = field(default=None, metadata=distinct(0, ", none below 0"))
     """Seeds of each setting, separated by commas, for the classifier's initial weights, data order and dropout."""
     batch_size: int | None = field(default=None, metadata=at_least(1))
     """Sequences per optimizer step, over all ranks."""
@@ -83,7 +83,8 @@ class TasksConfig(GridConfig):
     names: list[str] = field(default_factory=list)
     """Tasks such as rte, cola, sst2 and squad2; without tasks there is no second stage."""
     rows: list[Literal["two_stages", "no_pretraining", "no_kd"]] = field(
-        default_factory=lambda: ["two_stages"], metadata=each_once(wanted=", of two_stages, no_pretraining and no_kd")
+        default_factory=lambda: ["two_stages"],
+        metadata=distinct(wanted=", of two_stages, no_pretraining and no_kd"),
     )
     """The rows of KroneckerBERT Table 6 to run. two_stages: the trained student learns from the fine-tuned teacher;
     no_pretraining: the untrained student learns from it; no_kd: the trained student learns from the labels alone."""
@@ -115,7 +116,7 @@ class FineTuningConfig(GridConfig):
     for one task, the folder of a model. Default: no teacher, only the labels."""
     baseline: str | None = None
     """Folder or hub name of a model to compare size and speed with; default: the first task's teacher."""
-    tasks: list[str] | None = field(default=None, metadata=each_once(wanted=", such as rte,cola"))
+    tasks: list[str] | None = field(default=None, metadata=distinct(wanted=", such as rte,cola"))
     """Tasks, separated by commas, such as rte,cola,sst2 of GLUE, squad1, squad2 and mlqa; default: all nine of
     GLUE."""
     output_dir: str | None = None
@@ -137,7 +138,7 @@ class FineTuningConfig(GridConfig):
     once on 8 GPUs: one each), or its CPU cores if it has no GPU. With 1, the runs share this process."""
     speed: bool = True
     """Measure latency and throughput."""
-    tsne: list[str] | None = field(default=None, metadata=each_once(wanted=", such as runs/glue/TEACHER"))
+    tsne: list[str] | None = field(default=None, metadata=distinct(wanted=", such as runs/glue/TEACHER"))
     """Draw the outputs of a layer for the dev set of each task (t-SNE, KroneckerBERT Figure 4): for the best model
     of this run and for those of earlier runs, such as the teacher's. Give the folders of the earlier runs, separated
     by commas."""

@@ -72,11 +72,11 @@ def read_examples(reference: str | Path, *, needs_answer: bool = True) -> list[E
     examples = list(parse_rows(rows, left_out, needs_answer=needs_answer))
     if not examples:
         raise no_example(reference, left_out)
-    say_left_out(as_typed(reference), examples, left_out)
+    print_left_out(as_typed(reference), examples, left_out)
     return examples
 
 
-def say_left_out(name: str, examples: Sequence[Example], left_out: Counter[str]) -> None:
+def print_left_out(name: str, examples: Sequence[Example], left_out: Counter[str]) -> None:
     if left_out:
         say(f"{name}: {len(examples):,} examples.{describe_left_out(left_out)}", aside=True)
 
@@ -274,7 +274,7 @@ def examples_of(data: Data, *, name: str = "data") -> list[Example]:
     examples = list(parse_rows(rows, left_out))
     if not examples:
         raise UserError(f"{name} holds no example; give at least one row of instruction, input, output")
-    say_left_out(name, examples, left_out)
+    print_left_out(name, examples, left_out)
     return examples
 
 

@@ -274,7 +274,7 @@ def new_tokens(
         rows = [prompt_ids[index] for index in batch]
         tokens_BT, mask_BT = pad_left(rows, cast(int, arguments.pad_token_id), model.device)
         if draws is not None:
-            draws.take(batch)
+            draws.expect(batch)
         sequences = model.generate(  # type: ignore[operator]  # a mixin types it as Tensor | Module
             input_ids=tokens_BT,
             attention_mask=mask_BT,

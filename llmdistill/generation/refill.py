@@ -168,7 +168,7 @@ class Refill:
     def _generate(self, steps: int, enough: int) -> Iterator[tuple[int, list[int]]]:
         """Write so many tokens, or fewer if enough rows end; yield the rows that are done, and let them leave."""
         if self._draws is not None:
-            self._draws.take(self._rows)
+            self._draws.expect(self._rows)
         before, arguments = self._tokens_BT.shape[1], copy.deepcopy(self._arguments)
         arguments.max_new_tokens = steps
         criteria = [_EnoughEnded(self._ends, enough), *([] if self._count is None else [self._count])]

@@ -34,7 +34,7 @@ def final_answers(rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase,
     return texts
 
 
-def with_turns_unlearned(example: Example) -> Example:
+def without_learned_turns(example: Example) -> Example:
     """Return an example whose earlier answers are not learned, because the teacher did not write them."""
     turns = (turn if turn.role != "assistant" else replace(turn, is_learned=False) for turn in example.messages)
     return replace(example, messages=tuple(turns))

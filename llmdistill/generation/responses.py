@@ -31,7 +31,7 @@ from llmdistill.generation.response_rows import (
     final_answers,
     learnable_row,
     prompt_row,
-    with_turns_unlearned,
+    without_learned_turns,
 )
 from llmdistill.generation.vllm_engine import VllmEngine, choose_engine
 from llmdistill.messages import say
@@ -200,7 +200,7 @@ def _finish(job: _Job, request: dict[str, Any]) -> None:
     rows = [answers[index] for index in range(len(job.examples))]
     texts = final_answers(rows, job.tokenizer, job.ends)
     lines = []
-    for example, ids, text in zip(map(with_turns_unlearned, job.examples), rows, texts, strict=True):
+    for example, ids, text in zip(map(without_learned_turns, job.examples), rows, texts, strict=True):
         if job.settings.reasoning == "keep" and is_chat(example, str(job.settings.prompt)):
             lines.append(learnable_row(example, ids, text, job.tokenizer, job.ends))
         else:

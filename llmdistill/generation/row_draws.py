@@ -23,7 +23,7 @@ class RowDraws(transformers.LogitsProcessor):
         self._drawn = np.zeros_like(self._seeds)
         self._rows = np.arange(len(seeds))
 
-    def take(self, rows: Sequence[int]) -> None:
+    def expect(self, rows: Sequence[int]) -> None:
         """Expect the logits of these rows from now on, in this order.
 
         Before the first call they are those of all rows, in the order of the seeds.

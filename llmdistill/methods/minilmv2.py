@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llmdistill.batch import Aspect
-from llmdistill.config.marks import at_least, each_once, replaces
+from llmdistill.config.marks import at_least, distinct, replaces
 from llmdistill.errors import UserError
 from llmdistill.methods.annotations import PreTrainedConfig
 from llmdistill.methods.entry import MethodEntry, check_one_map, check_weights
@@ -39,7 +39,7 @@ class Minilmv2Config:
     """
 
     relations: list[Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv", "hh"]] = field(
-        default_factory=lambda: ["qq", "kk", "vv"], metadata=each_once()
+        default_factory=lambda: ["qq", "kk", "vv"], metadata=distinct()
     )
     """The relations to use, each named after its two sides: query, key, value. All have weight 1 (alpha in eq. 5). hh,
     which is not in the paper, relates the layer's outputs, its hidden states."""

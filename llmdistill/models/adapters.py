@@ -287,7 +287,7 @@ class Adapters(StudentForm):
     def describe(self, settings: LoraConfig) -> str:
         return f", adapters of rank {settings.rank} alone are trained"
 
-    def is_all_that_learns(self) -> bool:
+    def trains_alone(self) -> bool:
         return True
 
     def add(self, model: PreTrainedModel, settings: LoraConfig, seed: int) -> None:

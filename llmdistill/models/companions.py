@@ -153,7 +153,7 @@ def generation_settings(source: Path | str) -> GenerationConfig | None:
     return read_generation_settings(folder)
 
 
-def take_generation_settings(model: PreTrainedModel, source: Path | str) -> None:
+def copy_generation_settings(model: PreTrainedModel, source: Path | str) -> None:
     """Give a model that was built from a config alone the `generation_settings` of a folder or hub name, if any."""
     settings = generation_settings(source)
     if settings is not None and model.can_generate():

@@ -79,9 +79,9 @@ def adapt(model: PreTrainedModel, student: StudentConfig, seed: int) -> None:
         form.add(model, settings, seed)
 
 
-def learns_by_a_form(student: StudentConfig) -> bool:
+def trains_form_alone(student: StudentConfig) -> bool:
     """Return whether only the parameters of a form are trained."""
-    return any(form.is_all_that_learns() for form, _ in chosen_forms(student))
+    return any(form.trains_alone() for form, _ in chosen_forms(student))
 
 
 def saved_size(
@@ -106,7 +106,7 @@ def saved_size(
 @torch.no_grad()
 def finish(model: PreTrainedModel, student: StudentConfig, state: dict[str, Tensor]) -> None:
     """Give an untrained student the weights that were trained, and the form in which it is saved, in place."""
-    if not learns_by_a_form(student):
+    if not trains_form_alone(student):
         model.load_state_dict(state)
     for form, settings in chosen_forms(student):
         form.finish(model, settings, state)

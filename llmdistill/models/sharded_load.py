@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from llmdistill.internals.transformers_names import is_initialized, mark_initialized
 from llmdistill.models.adapters import WEIGHTS_FILE
-from llmdistill.models.companions import download, take_generation_settings
+from llmdistill.models.companions import copy_generation_settings, download
 from llmdistill.models.config_check import install_saved
 from llmdistill.models.families import is_head
 from llmdistill.models.heads import HEADS, HeadName
@@ -130,7 +130,7 @@ def load_sharded(
     # Only now, because a parameter is initialized as a whole.
     for parameter, name in new.items():
         sharding.shard(parameter, name)
-    take_generation_settings(model, folder)
+    copy_generation_settings(model, folder)
     model.name_or_path = str(path)
     if (load_rest := HEADS[head].load_rest) is not None:
         load_rest(model, folder)

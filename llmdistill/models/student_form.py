@@ -67,7 +67,7 @@ class StudentForm:
         factors, cannot have the form.
         """
 
-    def is_all_that_learns(self) -> bool:
+    def trains_alone(self) -> bool:
         """Return whether only the parameters of the form are trained, so that checkpoints hold these."""
         return False
 
@@ -84,7 +84,7 @@ class StudentForm:
     def finish(self, model: PreTrainedModel, settings: Any, state: Mapping[str, Tensor]) -> None:
         """Give a student the form in which it is saved, in place; `llmdistill export` does so with any model.
 
-        `state` is what was trained, of every parameter or, with `is_all_that_learns`, of this form's.
+        `state` is what was trained, of every parameter or, with `trains_alone`, of this form's.
         """
 
     def export_settings(self, to: str, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -63,7 +63,7 @@ def _score(config: ChunksConfig, models: ComparedModels) -> ModelScores:
         return {"nmi": [over_seeds(values) for values in zip(*by_seed, strict=True)]}
 
     size = len(drawn[config.seeds[0]])
-    entries = models.score_each(score, depends_on=depends_on, on=f"{len(drawn)} x {size} spans", head="none")
+    entries = models.score_models(score, depends_on=depends_on, on=f"{len(drawn)} x {size} spans", head="none")
     labels = dict(Counter(place.span.label for spans in drawn.values() for place in spans).most_common())
     # Models that do not read the same words share a sentence with those that miss the same ones.
     unread: dict[tuple[tuple[int, int], ...], list[str]] = {}

@@ -104,7 +104,7 @@ def _check_models(plan: Plan, data: TaskData) -> Iterator[Finding]:
     )
     plain = replace(plan, config=replace(plan.config, teacher=teacher_settings, train=train))
     if plain.source is not None:
-        state = plain.source.check_there(plan)
+        state = plain.source.check_available(plan)
         if state is not None:
             yield Finding("ok", *state)
         if plain.source.runs_here:

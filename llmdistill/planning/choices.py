@@ -336,7 +336,7 @@ def _filter_preferred(choices: Sequence[LayoutChoice], micro_batch_size: int | N
     return [choice for choice in fitting if micro_batch_size in (None, choice.micro_batch_size)] or fitting
 
 
-def best_of_each(choices: Sequence[LayoutChoice], kind: Callable[[LayoutChoice], Any]) -> list[LayoutChoice]:
+def best_by_kind(choices: Sequence[LayoutChoice], kind: Callable[[LayoutChoice], Any]) -> list[LayoutChoice]:
     """Return one choice of each kind: the fastest that fits, not tightly if possible; else the one that needs least."""
 
     def order(choice: LayoutChoice) -> tuple[bool, bool, float]:

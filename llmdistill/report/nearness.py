@@ -10,13 +10,13 @@ from llmdistill.tasks.perplexity import show_perplexity
 
 NATS = "nats per token"
 """The column of the divergence KL(teacher‖student)."""
-Found = Mapping[str, Mapping[str, Any]]
+Measured = Mapping[str, Mapping[str, Any]]
 """What was measured of each model, by its key in metrics.json: nearness in that file."""
 
 
-def nearness_scores(found: Found) -> ScoreTable | None:
+def nearness_scores(measured: Measured) -> ScoreTable | None:
     """Return the table of what was measured; None if there is no student in it."""
-    students = {key: found[key] for key in ("untrained", "student") if "divergence" in found.get(key, {})}
+    students = {key: measured[key] for key in ("untrained", "student") if "divergence" in measured.get(key, {})}
     if not students:
         return None
     some = next(iter(students.values()))
@@ -24,7 +24,7 @@ def nearness_scores(found: Found) -> ScoreTable | None:
         "teacher": ["0", show_perplexity(some["teacher_perplexity"])],
         **{key: [f"{each['divergence']:.3g}", show_perplexity(each["perplexity"])] for key, each in students.items()},
     }
-    rouge = {key: f"{values['rougeL']:.1f}" for key, values in found.items() if "rougeL" in values}
+    rouge = {key: f"{values['rougeL']:.1f}" for key, values in measured.items() if "rougeL" in values}
     legend = f"On {some['of']}: KL(teacher‖student) in {NATS}, and the perplexity of the rows."
     if rouge:
         rows = {key: [*cells, rouge.get(key, "")] for key, cells in rows.items()}
@@ -37,9 +37,9 @@ def nearness_scores(found: Found) -> ScoreTable | None:
     )
 
 
-def nearness_sentence(found: Found) -> str:
+def nearness_sentence(measured: Measured) -> str:
     """Say how far the trained student is from its teacher, as the end of a sentence that begins with the student."""
-    student, before = found["student"], found.get("untrained", {}).get("divergence")
+    student, before = measured["student"], measured.get("untrained", {}).get("divergence")
     text = f"is {student['divergence']:.3g} {NATS} from its teacher"
     text += "" if before is None else f", {before:.3g} before its training,"
     return (
@@ -48,8 +48,10 @@ def nearness_sentence(found: Found) -> str:
     )
 
 
-def nearness_bars(found: Found, names: Mapping[str, str]) -> list[tuple[str, float, str]]:
+def nearness_bars(measured: Measured, names: Mapping[str, str]) -> list[tuple[str, float, str]]:
     """Return a bar for each student: its name, the share of the longest, and a label."""
-    far = {key: found[key]["divergence"] for key in ("untrained", "student") if "divergence" in found.get(key, {})}
+    far = {
+        key: measured[key]["divergence"] for key in ("untrained", "student") if "divergence" in measured.get(key, {})
+    }
     longest = max(far.values(), default=0.0) or 1.0
     return [(names[key], nats / longest, f"{nats:.3g}") for key, nats in far.items()]

@@ -12,7 +12,7 @@ from llmdistill.files import write_json
 from llmdistill.messages import print_result
 from llmdistill.report.drawings import save_drawings
 from llmdistill.report.metrics_log import Log, read_metrics_log, term_names
-from llmdistill.report.nearness import NATS, Found, nearness_bars, nearness_scores, nearness_sentence
+from llmdistill.report.nearness import NATS, Measured, nearness_bars, nearness_scores, nearness_sentence
 from llmdistill.report.pages import write_page
 from llmdistill.report.panels import plot_terms
 from llmdistill.report.plots import Drawing, is_line, mean_curve, method_styles
@@ -63,7 +63,7 @@ def draw_training(log: Log) -> list[Drawing]:
     return [Drawing("curves", "Loss over the steps", caption, figure)]
 
 
-def fill_scores(scores: ScoreTable, nearness: Found, log: Log) -> ScoreTable:
+def fill_scores(scores: ScoreTable, nearness: Measured, log: Log) -> ScoreTable:
     """Return the table; if there was no set to score models on, their distance from the teacher or the last loss."""
     if scores.columns:
         return scores
@@ -104,8 +104,8 @@ def model_table(metrics: Mapping[str, Any], scores: ScoreTable) -> TitledTable:
 
 def mean_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean ROUGE-L of each scored model over its sets; empty where models have other scores."""
-    found = {key: (metrics.get(key) or {}).get("rougeL") for key in MODELS}
-    return {key: statistics.fmean(by_set.values()) for key, by_set in found.items() if by_set}
+    scores = {key: (metrics.get(key) or {}).get("rougeL") for key in MODELS}
+    return {key: statistics.fmean(by_set.values()) for key, by_set in scores.items() if by_set}
 
 
 def verdict(metrics: Mapping[str, Any], scores: ScoreTable) -> str:

@@ -19,7 +19,7 @@ from llmdistill.data.prompts import record_prompt
 from llmdistill.errors import UserError
 from llmdistill.internals.deepspeed_names import judge_by_norm
 from llmdistill.models.companions import save_model
-from llmdistill.models.forms import finish, learns_by_a_form
+from llmdistill.models.forms import finish, trains_form_alone
 from llmdistill.models.pooling import DENSE, dense_of, read_sentence_settings, save_dense, save_pooling
 from llmdistill.objective import Pooling
 from llmdistill.progress import Activity
@@ -215,7 +215,7 @@ def save_student(
     # each of its names. Under ZeRO-3 every rank takes part for each parameter, one at a time, so no rank needs memory
     # for two whole models.
     state: dict[str, Tensor] = {}
-    only_trained, is_main = learns_by_a_form(settings), World.current().is_main
+    only_trained, is_main = trains_form_alone(settings), World.current().is_main
     sharded = engine.zero_optimization_stage() == 3
     for name, parameter in engine.module.named_parameters(remove_duplicate=only_trained):
         if name.startswith(f"{PROJECTORS}.") or (only_trained and not parameter.requires_grad):

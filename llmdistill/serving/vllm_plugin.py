@@ -75,7 +75,7 @@ class FactorizedLinearMethod(LinearMethodBase):
         add_parameters(layer, parts, list(self.sizes), params_dtype)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        take_loaded(layer, [f"{self.prefix.rpartition('.')[0]}.{part}" for part in self.sizes])
+        share_loaded(layer, [f"{self.prefix.rpartition('.')[0]}.{part}" for part in self.sizes])
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """(..., n) -> (..., m)."""
@@ -178,7 +178,7 @@ def add_parameters(layer: nn.Module, parts: Sequence[nn.Module], names: Sequence
     for name, tensors in shapes.items():
         floating = next(iter(tensors.values())).is_floating_point()
         total = sum(tensor.numel() for tensor in tensors.values())
-        # Values that no weights have, so that `take_loaded` finds tensors that were not loaded.
+        # Values that no weights have, so that `share_loaded` finds tensors that were not loaded.
         empty = torch.full((total,), torch.nan, dtype=dtype) if floating else torch.full((total,), -1)
         flat: Any = nn.Parameter(empty, requires_grad=False)
         places, start = {}, 0
@@ -243,7 +243,7 @@ def _is_transposed(layer: Any, shape: torch.Size) -> bool:
 
 
 @torch.no_grad()
-def take_loaded(layer: Any, names: Sequence[str]) -> None:
+def share_loaded(layer: Any, names: Sequence[str]) -> None:
     """Let the parts share the memory of the loaded parameters, and move a low-rank part's bias to the layer's own.
 
     Raises:

@@ -81,7 +81,7 @@ class MaskMode:
         self.is_given = False
         """Whether the next forward pass uses the mask among its arguments."""
 
-    def give(self) -> None:
+    def use_given(self) -> None:
         """Use the mask among the model's arguments, or none, from now on."""
         AttentionInterface.register(GIVEN_MASK, _tapping_attention)
         # After a pass whose layers are computed again the model still has GIVEN_MASK.

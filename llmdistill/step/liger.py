@@ -34,7 +34,7 @@ def is_installed() -> bool:
     return find_spec("liger_kernel") is not None
 
 
-def use_liger(model: PreTrainedModel) -> None:
+def apply_liger(model: PreTrainedModel) -> None:
     """Let the layers of a model run Liger's kernels; the model must be on a GPU when it runs.
 
     Call it before hooks are set, and on no model whose layers are compiled: the compiled layers are copies, in which

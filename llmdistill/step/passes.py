@@ -194,7 +194,7 @@ class HookSums:
         return int(self.tokens)
 
 
-def each_holds(flags: list[Tensor]) -> list[bool]:
+def are_nonzero(flags: list[Tensor]) -> list[bool]:
     """Return whether each of some numbers () is not zero, for which a GPU is asked once."""
     return list(map(bool, torch.stack(flags).tolist())) if flags else []
 

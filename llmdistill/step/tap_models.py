@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from llmdistill.batch import TapRequest
 from llmdistill.step.compile import compile_layers
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.liger import fits, use_liger
+from llmdistill.step.liger import apply_liger, fits
 from llmdistill.step.method import Method
 from llmdistill.step.taps import Recorder
 
@@ -65,7 +65,7 @@ def _record(
 ) -> Recorder:
     """Return the recorder of a model whose layers run these kernels."""
     if layer_kernels == "liger" and fits(model.config):
-        use_liger(model)  # before the recorder sets its hooks
+        apply_liger(model)  # before the recorder sets its hooks
     recorder = Recorder(model, taps, projectors)
     if layer_kernels == "compiled":
         compile_layers(recorder)

@@ -155,7 +155,7 @@ class Recorder:
         the `sequences` among the arguments. Layers that are recomputed in the backward pass still use it; the next
         forward pass outside of such a block does not.
         """
-        self._mask.give()
+        self._mask.use_given()
         try:
             yield
         finally:

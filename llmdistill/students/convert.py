@@ -16,7 +16,7 @@ from llmdistill.artifacts import new_proven_folder
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.models.companions import save_model, take_generation_settings
+from llmdistill.models.companions import copy_generation_settings, save_model
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name, shape_of
 from llmdistill.models.heads import HeadName
@@ -254,7 +254,7 @@ def make_student(
             initialize(student, teacher, parts)
         if embedding.embedding is not None:
             factorize(student, embedding)
-        take_generation_settings(student, teacher_path)
+        copy_generation_settings(student, teacher_path)
         save_model(student, folder, teacher_path)
 
 

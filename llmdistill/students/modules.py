@@ -151,22 +151,22 @@ def kronecker_product(x: Tensor, a: Tensor, b: Tensor, *, b_first: bool) -> Tens
     a_is_small = m1 * n1 <= m2 * n2
     if a_is_small and b_first:
         z = (x.reshape(tokens * n1, n2) @ b.reshape(sums * m2, n2).T).view(tokens, n1 * sums, m2)  # (T, n1 sums, m2)
-        return torch.bmm(_for_each(a.permute(1, 2, 0).reshape(m1, n1 * sums), tokens), z)
+        return torch.bmm(_repeat_for_tokens(a.permute(1, 2, 0).reshape(m1, n1 * sums), tokens), z)
     if a_is_small:
-        z = torch.bmm(_for_each(a.transpose(0, 1).reshape(m1 * sums, n1), tokens), x)  # (T, m1 sums, n2)
+        z = torch.bmm(_repeat_for_tokens(a.transpose(0, 1).reshape(m1 * sums, n1), tokens), x)  # (T, m1 sums, n2)
         y = z.view(tokens * m1, sums * n2) @ b.transpose(1, 2).reshape(sums * n2, m2)
         return y.view(tokens, m1, m2)
     if b_first:
         # (T, m2 sums, n1)
-        z = torch.bmm(_for_each(b.transpose(0, 1).reshape(m2 * sums, n2), tokens), x.transpose(1, 2))
+        z = torch.bmm(_repeat_for_tokens(b.transpose(0, 1).reshape(m2 * sums, n2), tokens), x.transpose(1, 2))
         y = z.view(tokens * m2, sums * n1) @ a.transpose(1, 2).reshape(sums * n1, m1)
         return y.view(tokens, m2, m1).transpose(1, 2)
     # (T, n2 sums, m1)
     z = (x.transpose(1, 2).reshape(tokens * n2, n1) @ a.reshape(sums * m1, n1).T).view(tokens, n2 * sums, m1)
-    return torch.bmm(z.transpose(1, 2), _for_each(b.permute(2, 0, 1).reshape(n2 * sums, m2), tokens))
+    return torch.bmm(z.transpose(1, 2), _repeat_for_tokens(b.permute(2, 0, 1).reshape(n2 * sums, m2), tokens))
 
 
-def _for_each(matrix: Tensor, tokens: int) -> Tensor:
+def _repeat_for_tokens(matrix: Tensor, tokens: int) -> Tensor:
     # A view with stride 0, which bmm reads for each token without a copy.
     return matrix.expand(tokens, *matrix.shape)
 

@@ -171,7 +171,7 @@ class ComparedModels(Study):
             raise UserError(result.error)
         return trial.measured
 
-    def score_each(
+    def score_models(
         self,
         score: Callable[[str, PreTrainedModel], Mapping[str, Any]],
         *,

@@ -31,7 +31,7 @@ def _score(config: ZeroShotConfig, models: ComparedModels) -> ModelScores:
 
     on, check = ", ".join(tasks.names), tasks.check_data
     return ModelScores(
-        results={"models": models.score_each(score, depends_on=depends_on, on=on, head="lm_head", check=check)}
+        results={"models": models.score_models(score, depends_on=depends_on, on=on, head="lm_head", check=check)}
     )
 
 

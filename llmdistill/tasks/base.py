@@ -53,7 +53,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredModel(LoadedModel):
-    """A model that is scored, and where its predictions are kept."""
+    """A model that is scored, and where its predictions go."""
 
     predictions: Path
     """The folder for the model's predictions (rank 0 writes them)."""
@@ -72,7 +72,7 @@ class ScoreTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class HeldOutQuestion:
     """A question with its answer in the data."""
 
     prompt_ids: list[int]
@@ -115,9 +115,11 @@ class TaskData(ABC):
     def validation(self, share: Share) -> list[Batch]:
         """Return a rank's validation batches: the same number on every rank, none without a validation set."""
 
-    def compared(self) -> tuple[list[Batch], str]:
-        """Return unpacked batches on which students are compared with their teacher, the same on every rank, and whose
-        rows these are; none without a set to learn or to validate on."""
+    def comparison_batches(self) -> tuple[list[Batch], str]:
+        """Return unpacked batches on which students are compared with their teacher, and which set they come from.
+
+        They are the same on every rank; none without a set to learn or to validate on.
+        """
         share = Share(seed=0, global_batch_size=8, micro_batch_size=8)
         batches = self.validation(share)
         if batches:
@@ -125,8 +127,8 @@ class TaskData(ABC):
         loader = self.loader(share)
         return [batch for step in range(4) for batch in loader.micro_batches(step)], "the training set"
 
-    def asked(self) -> list[Asked]:
-        """Return a few questions of the same rows, whose answers show what a model can do; by default none."""
+    def held_out_questions(self) -> list[HeldOutQuestion]:
+        """Return a few questions of those rows, whose answers show what a model can do; by default none."""
         return []
 
     def validation_score(self, scored: ScoredModel) -> float:

@@ -37,7 +37,7 @@ from llmdistill.objective import TOKENS, Objective
 from llmdistill.runtime.distributed import CONTROL_TIMEOUT, World, on_every, on_main
 from llmdistill.runtime.main_first import make_once
 from llmdistill.runtime.terminal import warn_main
-from llmdistill.tasks.base import VALID, Asked, Models, ScoredModel, ScoreTable, Task, TaskData
+from llmdistill.tasks.base import VALID, HeldOutQuestion, Models, ScoredModel, ScoreTable, Task, TaskData
 from llmdistill.tasks.instruction_scores import encode_sets, score_sets
 from llmdistill.tasks.perplexity import mean_perplexity, show_perplexity
 from llmdistill.tasks.rouge import measure_chance, reference_words
@@ -276,19 +276,19 @@ class InstructionData(TaskData):
         batches = scoring_batches(self.valid_items, one_by_one, batch_size=share.micro_batch_size, **rank)
         return [batch for _, batch in batches]
 
-    def compared(self) -> tuple[list[Batch], str]:
+    def comparison_batches(self) -> tuple[list[Batch], str]:
         """See TaskData; rows are not packed here, as each token is compared by its row's next one."""
         sets = {"data.valid": self.valid_items, "held-out rows": self.held_out, "the training set": self.train or ()}
         name, items = next(((name, items) for name, items in sets.items() if len(items)), ("", ()))
         if not name:
-            return super().compared() if self.task.trains else ([], "")
+            return super().comparison_batches() if self.task.trains else ([], "")
         padding: Any = self.tokenizer.pad_token_id
         first = range(0, min(len(items), 512), 8)
         return [collate(items[start : start + 8], padding) for start in first], name
 
-    def asked(self) -> list[Asked]:
+    def held_out_questions(self) -> list[HeldOutQuestion]:
         """See TaskData: the first of the rows that are held out."""
-        decode, asked = partial(self.tokenizer.decode, skip_special_tokens=True), list[Asked]()
+        decode, questions = partial(self.tokenizer.decode, skip_special_tokens=True), list[HeldOutQuestion]()
         around = text_around(self.tokenizer, self.task.config.data.prompt or MINILLM)
         for item in self.held_out[:ASKED]:
             begin, end = item.borders[-2:]
@@ -296,8 +296,8 @@ class InstructionData(TaskData):
             only_question = all(around) and whole.startswith(around[0]) and whole.endswith(around[1])
             prompt = whole[len(around[0]) : -len(around[1])] if only_question else str(decode(item.last_prompt)).strip()
             reference = str(decode(item.ids[begin:end])).strip()
-            asked.append(Asked(prompt_ids=item.last_prompt, prompt=prompt, reference=reference))
-        return asked
+            questions.append(HeldOutQuestion(prompt_ids=item.last_prompt, prompt=prompt, reference=reference))
+        return questions
 
     def validation_score(self, scored: ScoredModel) -> float:
         return float(self._score(VALID, scored)["rougeL"])

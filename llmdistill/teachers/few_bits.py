@@ -35,7 +35,7 @@ _FP8_CAPABILITY = (8, 9)
 class RoundedSource(LiveSource):
     """Rounds a model, and runs it in the steps."""
 
-    def check_there(self, plan: TeacherPlan) -> None:
+    def check_available(self, plan: TeacherPlan) -> None:
         one = plan.models.teachers[self.name]
         check_bits(f"{one.key}.quantize", one.settings.quantize, World.current().device)
 

@@ -27,7 +27,7 @@ from llmdistill.teachers.output_rows import Request
 from llmdistill.teachers.source import Capabilities, TeacherContext, TeacherPlan, TeacherSource
 
 _REQUESTS = 16
-"""Requests that a rank has under way at the same time."""
+"""Requests that a rank sends at the same time."""
 
 
 class TeacherServer:
@@ -60,7 +60,7 @@ class TeacherServer:
                 f"{self._server.name}: it serves {', '.join(models) or 'no model'}, and teacher.model is "
                 f"{self._model}: serve that one, or add `--served-model-name {self._model}` if it is the same"
             )
-        # A token is generated behind the longest text, see `ask`.
+        # A token is generated behind the longest text, see `request`.
         self._server.check_room(models[self._model], longest + 1)
         # The last token of the vocabulary: a model with fewer tokens refuses it.
         self.score([[self._vocabulary - 1]])
@@ -72,10 +72,10 @@ class TeacherServer:
             ServerLost: the server has not answered for too long.
             UserError: it refuses a sequence, or does not give the tokens that were requested.
         """
-        return [each.result() for each in [self.ask(ids) for ids in token_ids]]
+        return [answer.result() for answer in [self.request(ids) for ids in token_ids]]
 
-    def ask(self, token_ids: Sequence[int]) -> Future[TopK]:
-        """Ask what `score` returns of one sequence, which is there later, and so are its exceptions."""
+    def request(self, token_ids: Sequence[int]) -> Future[TopK]:
+        """Request what `score` returns of one sequence; the future raises what `score` does."""
         ids = list(token_ids)
         body = {
             "model": self._model,
@@ -98,7 +98,7 @@ class TeacherServer:
             choice = answer["choices"][0]
             # The first token of a prompt is predicted by none, so its entry is null.
             entries = [
-                {int(token): each["logprob"] for token, each in row.items()} for row in choice["prompt_logprobs"][1:]
+                {int(token): entry["logprob"] for token, entry in row.items()} for row in choice["prompt_logprobs"][1:]
             ]
             after = choice["logprobs"]["top_logprobs"]
             entries += [{int(name.removeprefix("token_id:")): value for name, value in row.items()} for row in after]
@@ -122,7 +122,7 @@ class RemoteTeacher(AsyncTeacher):
     """Gives the outputs that the live teacher would give, as far as the k most likely tokens say them."""
 
     def __init__(self, server: TeacherServer, *, device: torch.device) -> None:
-        """`ServerSource.check_there` has made sure that the server gives what is needed."""
+        """`ServerSource.check_available` has made sure that the server gives what is needed."""
         self._server, self._device = server, device
 
     def request(self, batch: Batch) -> Batch:
@@ -133,7 +133,7 @@ class RemoteTeacher(AsyncTeacher):
             for ids_T, mask_T in zip(ids_BT, mask_BT, strict=True)
             for number in range(1, int(mask_T.max()) + 1)  # a packed row numbers its sequences from 1
         ]
-        return replace(batch, requests=tuple(self._server.ask(ids.tolist()) for ids in sequences))
+        return replace(batch, requests=tuple(self._server.request(ids.tolist()) for ids in sequences))
 
     def wait(self, batches: Iterable[Batch]) -> None:
         """Wait for the answers that were requested for batches; raises what `TeacherServer.score` does."""
@@ -188,7 +188,7 @@ class ServerSource(TeacherSource):
                 f"teacher.top_k is {teacher.top_k}, but teacher and student share {tokens} tokens: give less"
             )
 
-    def check_there(self, plan: TeacherPlan) -> tuple[str, str]:
+    def check_available(self, plan: TeacherPlan) -> tuple[str, str]:
         self.client(plan).check(plan.config.data.max_length)
         return "teacher.url", "the server has the model, and gives its log-probabilities"
 
@@ -206,7 +206,7 @@ class ServerSource(TeacherSource):
                 f"teacher.url {plan.config.teacher.url} fills a cache with the {top_k} most likely tokens of "
                 "teacher.top_k: leave --cache.engine, --cache.content and --cache.top_k out"
             )
-        on_main(lambda: self.check_there(plan))
+        on_main(lambda: self.check_available(plan))
         return replace(settings, content="top_k", top_k=top_k, engine="vllm")
 
     def scorer(self, plan: TeacherPlan) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from llmdistill.errors import UserError
 from llmdistill.losses.several import SeveralHeads
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.teacher import Teacher
-from llmdistill.teachers.source import ModelSource, TaughtData, TeacherContext, TeacherPlan, TeacherSource
+from llmdistill.teachers.source import ModelSource, TeacherContext, TeacherData, TeacherPlan, TeacherSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +129,12 @@ class SeveralSource(ModelSource):
         average = teacher.average.replace("_", " ")
         return f"{text}\n            the average of {average}, the first with weight {teacher.weight:g}"
 
-    def check_there(self, plan: TeacherPlan) -> None:
+    def check_available(self, plan: TeacherPlan) -> None:
         for part in self.parts.values():
-            part.check_there(plan)
+            part.check_available(plan)
 
     def examples(
-        self, plan: TeacherPlan, data: TaughtData, name: str
+        self, plan: TeacherPlan, data: TeacherData, name: str
     ) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
         items, collate = data.teacher_examples()
         if plan.config.teacher.by_rows:

@@ -64,7 +64,7 @@ class TeacherModels(Protocol):
     def translates(self) -> bool: ...
 
 
-class TaughtData(Protocol):
+class TeacherData(Protocol):
     """What a source reads of the data of a run; see `tasks.base.TaskData`."""
 
     @property
@@ -105,7 +105,7 @@ class TeacherContext:
     """What a teacher of a run's steps is built from."""
 
     plan: TeacherPlan
-    data: TaughtData
+    data: TeacherData
     load: Callable[[str], LoadedTeacher]
     """Loads one of `models.teachers` by its name; every rank must call it."""
     first_batch: Callable[[], Batch] | None = None
@@ -200,7 +200,7 @@ class TeacherSource:
                 "(teacher.source null)"
             )
 
-    def check_there(self, plan: TeacherPlan) -> tuple[str, str] | None:
+    def check_available(self, plan: TeacherPlan) -> tuple[str, str] | None:
         """Raise a UserError if it does not answer; return the setting that names it, and its state in words."""
         return "teacher.source", f"{plan.config.teacher.source} is there"
 
@@ -209,7 +209,7 @@ class TeacherSource:
         return f"teacher.source is {teacher.source}, and what it costs is not forecast: leave it out"
 
     def examples(
-        self, plan: TeacherPlan, data: TaughtData, name: str
+        self, plan: TeacherPlan, data: TeacherData, name: str
     ) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
         """Return the examples that a cache of one of the teachers has, and what collates them."""
         return data.teacher_examples()
@@ -231,7 +231,7 @@ class ModelSource(TeacherSource):
     def describe(self, teacher: TeacherConfig) -> str:
         return ""
 
-    def check_there(self, plan: TeacherPlan) -> tuple[str, str] | None:
+    def check_available(self, plan: TeacherPlan) -> tuple[str, str] | None:
         return None
 
     def unforecast(self, teacher: TeacherConfig) -> str | None:

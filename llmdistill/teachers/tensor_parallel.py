@@ -321,7 +321,7 @@ class TensorParallelSource(ModelSource):
     def describe(self, teacher: Any) -> str:
         return ", cut across the ranks of a node"
 
-    def check_there(self, plan: TeacherPlan) -> None:
+    def check_available(self, plan: TeacherPlan) -> None:
         """Raise a UserError if the ranks do not divide the teacher."""
         read_plan(plan.models.teacher, len(node_ranks()))
 

@@ -24,7 +24,7 @@ from llmdistill.progress import progress
 from llmdistill.runtime.terminal import print_main
 from llmdistill.step.forward import TappedModel
 from llmdistill.step.teacher import Teacher
-from llmdistill.teachers.source import ModelSource, TaughtData, TeacherContext, TeacherPlan, TeacherSource
+from llmdistill.teachers.source import ModelSource, TeacherContext, TeacherData, TeacherPlan, TeacherSource
 
 
 class _Translated(NamedTuple):
@@ -280,7 +280,7 @@ def describe_shares(others: OtherTokens) -> str:
     return f"{pairs:.0%} are compared token by token, {spans:.0%} within spans of several, {missing:.0%} not"
 
 
-def make_translation(plan: TeacherPlan, data: TaughtData) -> Translation:
+def make_translation(plan: TeacherPlan, data: TeacherData) -> Translation:
     """Return the translation from the batches of a run to those of its teacher with another tokenizer."""
     longest = max_positions(plan.models.teacher, sys.maxsize)
     return Translation(data.tokenizer, data.teacher_tokenizer(), prompts=data.teacher_prompts(), longest=longest)
@@ -324,14 +324,14 @@ class TranslatedSource(ModelSource):
                 "student have different tokenizers: train with the teacher itself (teacher.source null)"
             )
 
-    def check_there(self, plan: TeacherPlan) -> tuple[str, str] | None:
-        return self.part.check_there(plan)
+    def check_available(self, plan: TeacherPlan) -> tuple[str, str] | None:
+        return self.part.check_available(plan)
 
     def unforecast(self, teacher: TeacherConfig) -> str | None:
         return self.part.unforecast(teacher)
 
     def examples(
-        self, plan: TeacherPlan, data: TaughtData, name: str
+        self, plan: TeacherPlan, data: TeacherData, name: str
     ) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
         return translate_examples(*self.part.examples(plan, data, name), make_translation(plan, data))
 

@@ -98,8 +98,8 @@ def check_machine(plan: Plan) -> None:
     world = World.current()
     check_ds_config(plan.ds_config, plan.config.ds_config)
     if (source := plan.source) is not None:
-        on_every(lambda: source.check_there(plan))
-    on_every(batch_source(plan).check_there)
+        on_every(lambda: source.check_available(plan))
+    on_every(batch_source(plan).check_available)
     on_main(lambda: check_access(plan.config.train.report_to or []))
     if plan.layer_kernels == "compiled":
         check_compilers(world.device)

@@ -36,7 +36,7 @@ class BatchSource(Protocol):
         """Return what the first lines of the run add to its data."""
         ...
 
-    def check_there(self) -> None:
+    def check_available(self) -> None:
         """Raise a UserError if a server that makes the batches is not there, or is another one than is needed."""
         ...
 

@@ -33,7 +33,7 @@ class DataBatches:
         """See BatchSource."""
         return ""
 
-    def check_there(self) -> None:
+    def check_available(self) -> None:
         """See BatchSource."""
 
     def make_loader(self, parts: LoaderParts) -> Loader:

@@ -193,7 +193,7 @@ def measure_weights_on(
             factors = weigh(parts, student.factorize, student.method)
         finally:
             moved.to(own)
-        _say_which_allocation(factors, aside=True)
+        _print_allocation(factors, aside=True)
         return factors, read()[1] if given.needs_held_out else ()
 
 
@@ -348,10 +348,10 @@ def _report(folder: Path, settings: FactorizeConfig, found: WeightedFactors, sec
     }
     write_json(folder / WEIGHTING_FILE, values)
     say(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
-    _say_which_allocation(found)
+    _print_allocation(found)
 
 
-def _say_which_allocation(found: WeightedFactors, *, aside: bool = False) -> None:
+def _print_allocation(found: WeightedFactors, *, aside: bool = False) -> None:
     """Print which allocation the check on held-out data chose, if there was one."""
     if found.held_out:
         by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llmdistill.errors import UserError
 from llmdistill.files import byte_size, nearest_folder
-from llmdistill.models.forms import learns_by_a_form
+from llmdistill.models.forms import trains_form_alone
 from llmdistill.training.batches import batch_source
 from llmdistill.training.plan import Plan
 
@@ -41,7 +41,7 @@ class DiskNeed:
         best = 2 if plan.trains and config.train.keep_best is not None else 0
         made = int(config.student.model is None)
         return cls(
-            checkpoint=STATE_BYTES * params if saves and not learns_by_a_form(config.student) else 0,
+            checkpoint=STATE_BYTES * params if saves and not trains_form_alone(config.student) else 0,
             checkpoints=config.train.keep_checkpoints + 1 if saves else 0,
             student=params * plan.models.dtype.itemsize,
             students=made + int(batch_source(plan).student_copy is not None),

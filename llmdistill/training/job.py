@@ -193,7 +193,7 @@ def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = 
         for warning in ended:
             warn_main(warning)
         warnings = [*warnings, *ended]
-        _report(plan, data, summaries, warnings, nearness.found, seconds=time.perf_counter() - began)
+        _report(plan, data, summaries, warnings, nearness.measured, seconds=time.perf_counter() - began)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from llmdistill.report.table import MODELS
 from llmdistill.report.tables import print_table
 from llmdistill.runtime.distributed import World, broadcast_object, on_main
 from llmdistill.runtime.terminal import print_main
-from llmdistill.tasks.base import Asked, TaskData
+from llmdistill.tasks.base import HeldOutQuestion, TaskData
 from llmdistill.tasks.distance import HOPELESS, Distance, ModelRows, compare_rows, cut_to_tokens, read_rows
 from llmdistill.tasks.rouge import rouge_l
 from llmdistill.teachers.live import TeacherOnDemand
@@ -52,12 +52,12 @@ class Nearness:
     teacher: TeacherOnDemand
     scored: AbstractSet[str]
     """The models that the run scores, which answer questions too."""
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What was measured, by the model's key in metrics.json."""
 
     def __post_init__(self) -> None:
         # A damaged file is measured again.
-        self.found = on_main(lambda: find_record(self.plan.folder / FILE)[0] or {})
+        self.measured = on_main(lambda: find_record(self.plan.folder / FILE)[0] or {})
 
     @property
     def is_measured(self) -> bool:
@@ -74,19 +74,19 @@ class Nearness:
 
     @cached_property
     def _rows(self) -> tuple[list[Batch], str]:
-        batches, name = self.data.compared()
+        batches, name = self.data.comparison_batches()
         return cut_to_tokens(batches), name
 
     @cached_property
-    def _asked(self) -> list[Asked]:
-        return self.data.asked()
+    def _questions(self) -> list[HeldOutQuestion]:
+        return self.data.held_out_questions()
 
     @cached_property
-    def _theirs(self) -> list[ModelRows]:
+    def _teacher_rows(self) -> list[ModelRows]:
         # Every rank takes part, as the teacher may be sharded.
         teacher = self.teacher()
-        if "teacher" in self.scored and "teacher" not in self.found:
-            self._keep("teacher", self._answer("teacher", teacher.model, sharded=teacher.sharded))
+        if "teacher" in self.scored and "teacher" not in self.measured:
+            self._record("teacher", self._answer("teacher", teacher.model, sharded=teacher.sharded))
         return read_rows(teacher.model, self._rows[0], "teacher")
 
     def measure(self, key: str, name: str, load: Callable[[], PreTrainedModel]) -> str | None:
@@ -99,22 +99,22 @@ class Nearness:
         """
         if not self.is_measured:
             return None
-        if key not in self.found:
+        if key not in self.measured:
             batches, of = self._rows
             if not batches:
                 return None
-            theirs, student = self._theirs, load()
+            teacher_rows, student = self._teacher_rows, load()
             answers = self._answer(key, student) if key in self.scored else {}
-            values: dict[str, Any] = {}
+            compared: dict[str, Any] = {}
             if World.current().is_main:
-                values = asdict(compare_rows(theirs, read_rows(student, batches, f"{name} student")))
-            self._keep(key, {**broadcast_object(values), "of": of, **answers})
-        found = self.found[key]
-        distance = Distance(**{name: found[name] for name in Distance.__dataclass_fields__})
-        print_main(f"{name.capitalize():12}{distance.sentence(found['of'])}")
+                compared = asdict(compare_rows(teacher_rows, read_rows(student, batches, f"{name} student")))
+            self._record(key, {**broadcast_object(compared), "of": of, **answers})
+        values = self.measured[key]
+        distance = Distance(**{name: values[name] for name in Distance.__dataclass_fields__})
+        print_main(f"{name.capitalize():12}{distance.sentence(values['of'])}")
         if key != "untrained":
             # A rate that is too high for a good start leads away from the teacher.
-            before = self.found.get("untrained", {}).get("divergence", math.inf)
+            before = self.measured.get("untrained", {}).get("divergence", math.inf)
             if not self.plan.method.needs_teacher or distance.divergence <= _WORSE * before:
                 return None
             return (
@@ -134,31 +134,31 @@ class Nearness:
             f"{remedy}, or expect to train it almost from nothing"
         )
 
-    def _keep(self, key: str, values: Mapping[str, Any]) -> None:
-        self.found[key] = dict(values)
+    def _record(self, key: str, values: Mapping[str, Any]) -> None:
+        self.measured[key] = dict(values)
 
         def write() -> None:
             path = self.plan.folder / FILE
             path.parent.mkdir(exist_ok=True)
-            write_json(path, self.found)
+            write_json(path, self.measured)
 
         on_main(write)
 
     def _answer(self, key: str, model: PreTrainedModel, *, sharded: bool = False) -> dict[str, Any]:
         """Let a model answer the questions, keep its answers in a file, and return their ROUGE-L."""
-        asked = self._asked
-        if not asked:
+        questions = self._questions
+        if not questions:
             return {}
-        longest = max(len(each.prompt_ids) for each in asked)
+        longest = max(len(question.prompt_ids) for question in questions)
         limit = min(longest + _NEW_TOKENS, max_positions(model.config, longest + _NEW_TOKENS))
         if limit <= longest:
             return {}
-        decoding = Decoding(sample=False, max_prompt_length=longest, max_length=limit, batch_size=len(asked))
-        ids = [each.prompt_ids for each in asked]
+        decoding = Decoding(sample=False, max_prompt_length=longest, max_length=limit, batch_size=len(questions))
+        ids = [question.prompt_ids for question in questions]
         (result,) = generate_passes(model, self.data.tokenizer, ids, decoding, seeds=[0], synced=sharded)
         rows = [
-            {"prompt": each.prompt, "references": [each.reference], "predictions": {"greedy": text}}
-            for each, text in zip(asked, result.texts, strict=True)
+            {"prompt": question.prompt, "references": [question.reference], "predictions": {"greedy": text}}
+            for question, text in zip(questions, result.texts, strict=True)
         ]
 
         def write() -> None:
@@ -167,12 +167,12 @@ class Nearness:
             write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
         on_main(write)
-        return {"rougeL": rouge_l(result.texts, [[each.reference] for each in asked])}
+        return {"rougeL": rouge_l(result.texts, [[question.reference] for question in questions])}
 
 
-def print_nearness(folder: Path, found: Mapping[str, Mapping[str, Any]], *, with_table: bool) -> None:
+def print_nearness(folder: Path, measured: Mapping[str, Mapping[str, Any]], *, with_table: bool) -> None:
     """Print a few answers of what `Nearness` measured side by side, before them the table if no other has it."""
-    scores = nearness_scores(found)
+    scores = nearness_scores(measured)
     if scores is None:
         return
     if with_table:

@@ -40,7 +40,7 @@ from llmdistill.training.trainer import Trainer
 
 _K = 10  # the ten of TOP_SHARED
 _REQUESTS = 64
-"""Requests that a rank has under way at the same time: vLLM answers them together."""
+"""Requests that a rank sends at the same time: vLLM answers them together."""
 _TRIES = 30
 """How often a run tells the server to clear its cache, a second apart."""
 _STAMP_REQUEST = {"method": "weights_stamp"}
@@ -66,7 +66,7 @@ class StudentBatches:
         """See BatchSource: the weights that the server has."""
         return self.plan.folder / "handed-over" if self.asks_server else None
 
-    def check_there(self) -> None:
+    def check_available(self) -> None:
         """See BatchSource."""
         if self.asks_server:
             # The check needs neither the end tokens nor the vocabulary.
@@ -273,7 +273,7 @@ class RolloutServer:
             time.sleep(1)
         raise UserError(f"{self._server.name}: it goes on answering others; give the run a server of its own")
 
-    def ask(self, prompt: Prompt) -> Future[WrittenAnswer]:
+    def request(self, prompt: Prompt) -> Future[WrittenAnswer]:
         """Request an answer; the future raises as `ModelServer.complete` does."""
         body = {
             "prompt": prompt.ids,
@@ -335,7 +335,7 @@ class ServerWriter:
         self._period = step // self.every
 
         def answers() -> list[list[WrittenAnswer]]:
-            futures = [[self.server.ask(prompt) for prompt in prompts] for prompts in micro_batches]
+            futures = [[self.server.request(prompt) for prompt in prompts] for prompts in micro_batches]
             return [[future.result() for future in of_batch] for of_batch in futures]
 
         while True:

@@ -102,7 +102,7 @@ def read(folder: Path) -> None:
     import torch
 
     from llmdistill.config import FactorizeConfig
-    from llmdistill.models.companions import take_generation_settings
+    from llmdistill.models.companions import copy_generation_settings
     from llmdistill.models.configs import load_config
     from llmdistill.models.families import has_family, max_positions, shape_of
     from llmdistill.models.load import load_model
@@ -118,7 +118,7 @@ def read(folder: Path) -> None:
     if getattr(config, "quantization_config", None) is None:
         summarize(config, FactorizeConfig(rank=2))
     model = load_model(folder, dtype=torch.float32)
-    take_generation_settings(model, folder)
+    copy_generation_settings(model, folder)
     with torch.no_grad():
         model.train()(input_ids=torch.tensor([[3, 4, 5]]))
 

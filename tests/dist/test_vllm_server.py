@@ -171,7 +171,7 @@ def test_it_samples_from_the_students_distribution(student, tmp_path):
             assert server.stamp() == "other"
         with torch.no_grad():
             expected = 2000 * model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
-        asked = [server.ask(Prompt(prompt, seed)) for seed in range(2000)]
+        asked = [server.request(Prompt(prompt, seed)) for seed in range(2000)]
         counts = torch.bincount(torch.tensor([each.result().ids[0] for each in asked]), minlength=len(expected))
         likely = expected >= 5
         found = [*counts[likely].tolist(), int(counts[~likely].sum())]

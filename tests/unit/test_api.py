@@ -249,7 +249,7 @@ def test_all_models_of_a_run_are_asked_alike_and_the_student_remembers(folder, t
     assert said in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Prompt "))
     asked = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["data"]["prompt"]
     assert asked == (prompt or "chat")
-    # Asked in another way, the models would have other perplexities.
+    # HeldOutQuestion in another way, the models would have other perplexities.
     for model, measured, prompt in ((teacher, "teacher", asked), (tmp_path / "run" / "student", "student", None)):
         alike = llmdistill.evaluate(model, ROWS[:2], prompt=prompt, **ANSWERS)["perplexity"]
         other = llmdistill.evaluate(model, ROWS[:2], prompt="minillm", **ANSWERS)["perplexity"]

@@ -183,7 +183,7 @@ class TaskStudy(Study):
         choice = outcome.choice
         if choice is None or len(choice.results) < len(self.protocol.seeds):
             raise UserError(f"{failures[0]}; no settings have all their seeds, so there is nothing to choose")
-        self._keep(choice, data, runner)
+        self._store_best(choice, data, runner)
         tsne = None
         if self.drawn:
             aspect = ffn_aspect(self.config.method_settings)
@@ -209,7 +209,7 @@ class TaskStudy(Study):
             "warnings": [*warnings, *failures],
         }
 
-    def _keep(self, choice: Choice, data: BenchmarkData, runner: Runner) -> None:
+    def _store_best(self, choice: Choice, data: BenchmarkData, runner: Runner) -> None:
         """Store the best trial's model as the task's model; if the model was removed, it is trained again."""
         best, trial = self.folder / BEST, choice.best.trial
         student, depends_on = trial.folder / "student", {"run": trial.folder.name, "settings": to_dict(trial.config)}

@@ -120,11 +120,11 @@ class _LossSums(HookSums):
         for name in factors:
             linear = model.base_model.get_submodule(name)
             self.handles += [
-                linear.register_forward_pre_hook(partial(self._see_inputs, name, prefix + name)),
-                linear.register_forward_hook(partial(self._see_outputs, name)),
+                linear.register_forward_pre_hook(partial(self._record_inputs, name, prefix + name)),
+                linear.register_forward_hook(partial(self._record_gradients, name)),
             ]
 
-    def _see_inputs(self, name: str, full_name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def _record_inputs(self, name: str, full_name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].detach()
         if full_name in self._changed:  # overwritten in place before the gradients arrive
             x = x.clone()
@@ -137,7 +137,7 @@ class _LossSums(HookSums):
         if self.phase == "drop":
             self.calls.append(self._call)
 
-    def _see_outputs(self, name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    def _record_gradients(self, name: str, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         return hook_gradient(output, None if self.phase == "recompute" else partial(self._pair, name, self._call))
 
     def _pair(self, name: str, call: list[tuple[Tensor, int]], tensor: Tensor, *, is_input: bool = False) -> None:

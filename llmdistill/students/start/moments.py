@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmdistill.batch import Batch
-from llmdistill.step.passes import HookSums, Passes, each_holds, hook_gradient
+from llmdistill.step.passes import HookSums, Passes, are_nonzero, hook_gradient
 from llmdistill.students.install import features
 from llmdistill.students.start.sampled import USUAL, Reads, Sampling, identity, run_sampled
 
@@ -156,7 +156,7 @@ class _Sums(HookSums):
         )
         # A moment of zeros is that of a linear that never ran in these data, or whose output the loss does not read.
         inputs, gradients = (
-            dict(compress(sums.items(), each_holds(list(of_kind.values()))))
+            dict(compress(sums.items(), are_nonzero(list(of_kind.values()))))
             for sums, of_kind in zip((self._inputs, self._gradients), traces, strict=True)
         )
         return {

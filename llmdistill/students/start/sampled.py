@@ -22,7 +22,7 @@ from llmdistill.internals.torch_names import version_of
 from llmdistill.models.families import has_family, layers_of
 from llmdistill.runtime.devices import give_back_memory
 from llmdistill.step.forward import TappedModel
-from llmdistill.step.passes import HookSums, OddReadError, Passes, each_holds, run_passes, split_batches
+from llmdistill.step.passes import HookSums, OddReadError, Passes, are_nonzero, run_passes, split_batches
 from llmdistill.step.taps import Recorder
 from llmdistill.students.counting import count_parameters, layer_linears
 
@@ -121,7 +121,7 @@ def watch_reads(model: PreTrainedModel, names: Collection[str], batches: Sequenc
         if is_in_order:
             first, other, same = tensor.reshape(3, -1).float()
             are_equal.append((first - same).norm() < (first - other).norm() / 10)
-    is_in_order = is_in_order and all(each_holds(are_equal))
+    is_in_order = is_in_order and all(are_nonzero(are_equal))
     return Reads(
         [*groups.values(), *([name] for name in names if name not in calls)],
         is_in_order,

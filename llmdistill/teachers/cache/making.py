@@ -21,10 +21,10 @@ from llmdistill.teachers.cache.origin import ONLY_WHOLE, record_of
 from llmdistill.teachers.cache.shards import Job, claim, finish, plan_shards, write_by_scorer, write_by_teacher
 from llmdistill.teachers.live import make_teacher
 from llmdistill.teachers.output_rows import Request, rows_of_samples
-from llmdistill.teachers.source import TaughtData, TeacherPlan
+from llmdistill.teachers.source import TeacherData, TeacherPlan
 
 
-def make_cache(plan: TeacherPlan, data: TaughtData, settings: CacheConfig, folder: Path) -> dict[str, Any]:
+def make_cache(plan: TeacherPlan, data: TeacherData, settings: CacheConfig, folder: Path) -> dict[str, Any]:
     """Run the teacher of a run over its training set and keep its outputs in a folder; every rank must call this.
 
     What is there already is kept, whichever ranks wrote it. The shards are the same on any number of ranks. Returns the
@@ -96,7 +96,7 @@ def _write(plan: TeacherPlan, job: Job, missing: Sequence[int], scorer: Callable
     teacher.remove()
 
 
-def count_examples(plan: TeacherPlan, data: TaughtData) -> dict[Positions, int]:
+def count_examples(plan: TeacherPlan, data: TeacherData) -> dict[Positions, int]:
     """Count the positions of each kind in a training set, equal examples once; a UserError if no cache is possible."""
     if plan.cache_obstacle is not None:
         raise UserError(plan.cache_obstacle)

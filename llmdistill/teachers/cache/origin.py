@@ -17,7 +17,7 @@ from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.runtime.distributed import on_every, on_main
 from llmdistill.teachers.cache.folder import CacheFolder
 from llmdistill.teachers.output_rows import Request
-from llmdistill.teachers.source import TaughtData, TeacherModels, TeacherPlan, TeacherSource
+from llmdistill.teachers.source import TeacherData, TeacherModels, TeacherPlan, TeacherSource
 
 _DATA_KEYS = ("kind", "train", "prompt", "max_length", "max_prompt_length", "long_prompts", "turns", "task")
 """Settings of the data that decide which examples there are; the others only arrange them."""
@@ -27,7 +27,7 @@ ONLY_WHOLE = "several teachers, and one with another tokenizer, are compared by 
 
 
 def record_of(
-    plan: TeacherPlan, data: TaughtData, settings: CacheConfig, ids: np.ndarray, lengths: np.ndarray
+    plan: TeacherPlan, data: TeacherData, settings: CacheConfig, ids: np.ndarray, lengths: np.ndarray
 ) -> dict[str, Any]:
     """Return the record of a cache of examples with these ids and lengths, as plain JSON values."""
     return as_json(
@@ -48,7 +48,7 @@ def record_of(
     )
 
 
-def check_cache(plan: TeacherPlan, data: TaughtData) -> None:
+def check_cache(plan: TeacherPlan, data: TeacherData) -> None:
     """Check that a run's teacher.cache is one of its teacher, data and method, and undamaged; every rank must call it.
 
     Every file is read once, by one of the ranks. Raises UserError if there is no finished cache, it is that of another
@@ -63,7 +63,7 @@ def check_cache(plan: TeacherPlan, data: TaughtData) -> None:
         on_main(partial(_check_examples, plan, plan.source, data, folder, name))
 
 
-def _check_origin(plan: TeacherPlan, source: TeacherSource, data: TaughtData, folder: CacheFolder, name: str) -> None:
+def _check_origin(plan: TeacherPlan, source: TeacherSource, data: TeacherData, folder: CacheFolder, name: str) -> None:
     """Raises UserError if a cache is that of another teacher, tokenizer, number format, vocabulary or method."""
     record, key = folder.record, f"{plan.models.teachers[name].key}.cache {folder.folder}"
     if source.needs_whole and record["held"]["top_k"] is not None:
@@ -83,7 +83,9 @@ def _check_origin(plan: TeacherPlan, source: TeacherSource, data: TaughtData, fo
         raise UserError(f"{key}: it does not hold {lacking}, which method {methods} needs; {remedy}")
 
 
-def _check_examples(plan: TeacherPlan, source: TeacherSource, data: TaughtData, folder: CacheFolder, name: str) -> None:
+def _check_examples(
+    plan: TeacherPlan, source: TeacherSource, data: TeacherData, folder: CacheFolder, name: str
+) -> None:
     """Raises UserError if an example of the training set is not in a cache."""
     ids = [item.sample_id for item in source.examples(plan, data, name)[0]]
     missing = folder.find_missing(ids)
@@ -99,7 +101,7 @@ def _check_examples(plan: TeacherPlan, source: TeacherSource, data: TaughtData, 
     )
 
 
-def _origin(models: TeacherModels, data: TaughtData, name: str) -> dict[str, Any]:
+def _origin(models: TeacherModels, data: TeacherData, name: str) -> dict[str, Any]:
     """Return what the outputs of a teacher depend on, besides the examples."""
     teacher = models.teachers[name]
     tokenizer = data.teacher_tokenizer() if models.translates else data.tokenizer

@@ -183,7 +183,7 @@ def write_by_scorer(job: Job, missing: Sequence[int], score: Callable[[list[list
         _save(job, number, made, {})
 
 
-def _tell_rounding(head: HeadInputs, rows: Mapping[str, Tensor], request: Request) -> None:
+def _print_rounding(head: HeadInputs, rows: Mapping[str, Tensor], request: Request) -> None:
     """Print how far hidden states in int8 move the distributions of a batch; `head` has its exact rows."""
     assert head.weight is not None, "hidden states need the head"
     place = request.positions[0]
@@ -220,5 +220,5 @@ def _run_teacher(
             in_8_bits, vocabulary = job.settings.dtype == "int8", job.vocabulary
             rows = to_rows(outputs, moved, job.request, top_k=job.top_k, vocabulary=vocabulary, in_8_bits=in_8_bits)
             if in_8_bits and head is not None and tell:
-                _tell_rounding(head, rows, job.request)
+                _print_rounding(head, rows, job.request)
     return batch, outputs, {name: each.cpu() for name, each in rows.items()}

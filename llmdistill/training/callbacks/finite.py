@@ -79,7 +79,7 @@ class FiniteSteps:
 
         Raises UserError, which ends the run, if the loss, the gradient or the student is not finite.
         """
-        follow = self.note_applied if state.was_applied else self.report_skipped
+        follow = self.record_applied if state.was_applied else self.report_skipped
         known = [follow(state.step, state.micro_batches, state.losses)]
         if state.is_read:
             known.append(self.check_last())
@@ -115,7 +115,7 @@ class FiniteSteps:
         warn_main(f"{report}; the student is unchanged")
         return before
 
-    def note_applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
+    def record_applied(self, step: int, batches: Sequence[Batch], losses: Tensor) -> StepTerms | None:
         """Remember an applied step, and check the one before it as `check_last` does; return its figures.
 
         `losses` are this rank's terms of each micro batch, (micro batches, terms), divided by the global counts.

@@ -17,7 +17,8 @@ class Stopping:
     gives: ClassVar[tuple[str, ...]] = ("signal",)
 
     def __init__(self) -> None:
-        self._asked: Callable[[], int] | None = None
+        self._signal: Callable[[], int] | None = None
+        """Returns the largest signal that a rank had received after the step before."""
 
     def after_step(self, state: TrainState) -> None:
         """See Callback: find the signal that stops the training after this step.
@@ -25,9 +26,9 @@ class Stopping:
         With several ranks a signal is known one step later, so that the hosts do not wait for each other in every step;
         at the last step they do.
         """
-        before, self._asked = self._asked, largest_later(signals.first_signal())
+        before, self._signal = self._signal, largest_later(signals.first_signal())
         state.signal = 0 if before is None else before()
         if state.is_last or state.signal or World.current().size == 1:
-            # No rank may leave the training while a collective is under way.
-            state.signal = max(state.signal, self._asked())
-            self._asked = None
+            # No rank may leave the training during a collective.
+            state.signal = max(state.signal, self._signal())
+            self._signal = None

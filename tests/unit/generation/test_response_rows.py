@@ -9,7 +9,7 @@ from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode
 from llmdistill.data.prompts import answer_ends
 from llmdistill.data.rows import parse_row
-from llmdistill.generation.response_rows import final_answers, learnable_row, with_turns_unlearned
+from llmdistill.generation.response_rows import final_answers, learnable_row, without_learned_turns
 
 LONG = Limits(max_prompt_length=4000, max_length=6000)
 ASKED = (Turn("user", "Name a river."), Turn("assistant", "The Rhine."), Turn("user", "Another one?"))
@@ -46,7 +46,7 @@ def test_the_tokens_that_were_written_are_learned(name):
     ends = [*answer_ends(tokenizer), tokenizer.convert_tokens_to_ids("<|call|>")]
     [text] = final_answers([ids], tokenizer, ends)
     assert answer is None or text == answer
-    example = with_turns_unlearned(Example("", "", (), messages=ASKED))
+    example = without_learned_turns(Example("", "", (), messages=ASKED))
     row = learnable_row(example, ids, text, tokenizer, ends)
     asked = [turn.as_message() for turn in ASKED]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]

@@ -6,7 +6,7 @@ import pytest
 
 from llmdistill.config.machine import MachineConfig
 from llmdistill.errors import UserError
-from llmdistill.planning.choices import LayoutChoice, best_of_each, explain_choice, propose
+from llmdistill.planning.choices import LayoutChoice, best_by_kind, explain_choice, propose
 from llmdistill.planning.layout import Duration, Layout, Sizes, Zero
 from llmdistill.planning.step import Moment
 from llmdistill.runtime.ds_config import read_ds_config
@@ -177,5 +177,5 @@ def test_nothing_fits():
 
 def test_best_of_each_kind():
     first, second, third = choice(seconds=2.0), choice(seconds=1.0), choice("zero2", gb=99)
-    assert best_of_each([first, second, third, choice("zero2", gb=90)], lambda each: each.ds_config)[0] is second
-    assert best_of_each([third, choice("zero2", gb=90)], lambda each: each.ds_config)[0].total == 90 * GB
+    assert best_by_kind([first, second, third, choice("zero2", gb=90)], lambda each: each.ds_config)[0] is second
+    assert best_by_kind([third, choice("zero2", gb=90)], lambda each: each.ds_config)[0].total == 90 * GB

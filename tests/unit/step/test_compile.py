@@ -185,7 +185,7 @@ def test_a_run_compiles_by_itself_where_it_can(words, device, compiled, monkeypa
 ])  # fmt: skip
 def test_both_models_run_the_kernels_of_the_run(words, family, runs, monkeypatch):
     used = []
-    monkeypatch.setattr(tap_models, "use_liger", used.append)
+    monkeypatch.setattr(tap_models, "apply_liger", used.append)
     plan = make_plan(parse_run(["--ds_config", "zero2", *words], METHODS)[0])
     for tap in (tap_teacher, tap_student):
         model = make(family, 0)

@@ -110,7 +110,7 @@ def test_losses_and_gradients_are_those_of_transformers(model_type: str) -> None
     rotary = code["apply_rotary_pos_emb"]
     try:
         for model in (teacher, student):
-            liger.use_liger(model)
+            liger.apply_liger(model)
         assert "LigerSwiGLUMLP" in str(student)
         assert "LigerRMSNorm" in str(student)
         assert code["apply_rotary_pos_emb"] is not rotary

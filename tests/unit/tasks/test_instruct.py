@@ -284,7 +284,7 @@ def test_held_out_questions_are_shown_as_they_were_asked(prompt, around):
     limits = Limits(max_prompt_length=200, max_length=240, long_prompts="drop", prompt=prompt)
     task = Instructions(RunConfig(ds_config="", data=DataConfig(tests={}, prompt=prompt)))
     data = data_of(task, tokenizer=tokenizer, held_out=encode(examples, tokenizer, limits).items)
-    asked = data.asked()
+    asked = data.held_out_questions()
     assert [each.prompt for each in asked] == questions
     assert [each.reference for each in asked] == ["Here."] * 2
     assert around in tokenizer.decode(asked[0].prompt_ids)

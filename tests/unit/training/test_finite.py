@@ -49,13 +49,13 @@ FINE = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 def test_an_applied_step_is_read_one_step_later_and_ends_the_run(tmp_path) -> None:
     steps = make_steps(tmp_path)
-    assert steps.note_applied(1, batches(), FINE) is None
+    assert steps.record_applied(1, batches(), FINE) is None
     wrong = FINE.clone()
     wrong[1, 1] = math.inf
-    before = steps.note_applied(2, batches(), wrong)
+    before = steps.record_applied(2, batches(), wrong)
     assert (before.step, before.values) == (1, {"label": 4.0, "logits": 6.0})
     with pytest.raises(UserError) as error:
-        steps.note_applied(3, batches(), FINE)
+        steps.record_applied(3, batches(), FINE)
     said = str(error.value)
     assert "the term logits is inf at step 2: logits on rank 0, in the micro batches of the samples 1, 11, 21" in said
     assert "looked at step 2" in said
@@ -69,11 +69,11 @@ def test_an_applied_step_is_read_one_step_later_and_ends_the_run(tmp_path) -> No
 def test_a_gradient_that_is_not_finite_is_found_where_every_term_is(tmp_path) -> None:
     steps = make_steps(tmp_path)
     steps.trainer.engine.get_global_grad_norm = lambda: None  # which DeepSpeed does not compute
-    steps.note_applied(1, batches(), FINE)
+    steps.record_applied(1, batches(), FINE)
     assert steps.check_last() is not None
     assert steps.check_last() is None, "a step is read once"
     steps.trainer.engine.get_global_grad_norm = lambda: torch.tensor(math.inf)
-    steps.note_applied(2, batches(), FINE)
+    steps.record_applied(2, batches(), FINE)
     refuses("the norm of the gradient is inf at step 2: every term is finite", steps.check_last)
 
 
@@ -81,7 +81,7 @@ def test_skipped_steps_go_on_until_the_third_in_a_row(tmp_path, capsys) -> None:
     steps, wrong = make_steps(tmp_path), FINE * math.nan
     for number in (1, 2, 4, 5):
         if number == 4:
-            steps.note_applied(3, batches(), FINE)
+            steps.record_applied(3, batches(), FINE)
         steps.report_skipped(number, batches(), wrong)
     assert capsys.readouterr().err.count("was skipped") == 4
     assert not (tmp_path / "not_finite" / "ended.json").exists()

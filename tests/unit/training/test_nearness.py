@@ -21,7 +21,7 @@ def test_a_training_that_leads_away_from_the_teacher_is_warned_of(monkeypatch, n
     nearness = object.__new__(Nearness)
     config = SimpleNamespace(train=SimpleNamespace(learning_rate=3e-4))
     nearness.plan = SimpleNamespace(method=SimpleNamespace(needs_teacher=needs_teacher), config=config)
-    nearness.found = {"untrained": seen(0.369), "student": seen(trained)}
+    nearness.measured = {"untrained": seen(0.369), "student": seen(trained)}
     warning = nearness.measure("student", "trained", lambda: pytest.fail("measured again"))
     assert (warning is not None) == warns
     if warning is not None:

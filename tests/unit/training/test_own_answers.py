@@ -153,8 +153,8 @@ def test_the_answers_are_samples_of_the_handed_over_student(server, tmp_path):
 
 
 def test_an_answer_ends_after_an_end_token(server):
-    whole = client(server.url).ask(PROMPTS[0][0]).result().ids
-    ending = client(server.url, end=whole[2]).ask(PROMPTS[0][0]).result()
+    whole = client(server.url).request(PROMPTS[0][0]).result().ids
+    ending = client(server.url, end=whole[2]).request(PROMPTS[0][0]).result()
     assert ending.ids == whole[: whole.index(whole[2]) + 1]
 
 
@@ -219,4 +219,4 @@ def test_what_is_wrong_is_said_before_the_run(server, tmp_path):
 def test_an_answer_that_is_none_is_refused(server, changes, vocabulary, said):
     server.changes = changes
     with pytest.raises(UserError, match=said):
-        client(server.url, vocabulary=vocabulary).ask(PROMPTS[0][0]).result()
+        client(server.url, vocabulary=vocabulary).request(PROMPTS[0][0]).result()
