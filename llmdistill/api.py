@@ -406,8 +406,8 @@ def evaluate(
                 for name, task in sets.items()
             }
         return scores if are_several else dict(scores["data"])
-    texts = {name: each for name, each in sets.items() if kinds[name] == "text"}
-    examples = {name: examples_of(each, name=name) for name, each in sets.items() if name not in texts}
+    texts = {name: data for name, data in sets.items() if kinds[name] == "text"}
+    examples = {name: examples_of(data, name=name) for name, data in sets.items() if name not in texts}
     # Any name stands for the set, because the default of `train` is the embedded example, which is no text.
     limited = with_values(DataConfig(kind="instructions" if examples else "text", train="data"), limits, key="")
     if examples:

@@ -117,7 +117,7 @@ def compress(arguments: Sequence[str]) -> None:
     parser.add_argument("--dry_run", action="store_true", help="Only print the sizes.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parser.add_class_arguments(FactorizeConfig, None)
-    parser.add_class_arguments(DataConfig, "data", skip={each.name for each in fields(DataConfig)} - set(LIMITS))
+    parser.add_class_arguments(DataConfig, "data", skip={setting.name for setting in fields(DataConfig)} - set(LIMITS))
     parsed = parse(parser, arguments)
     if parsed.output is None and not parsed.dry_run:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
@@ -202,9 +202,9 @@ def compress(arguments: Sequence[str]) -> None:
     if not parsed.json and not parsed.dry_run:
         words = ["--teacher.model", parsed.model, "--student.model", parsed.output, "--data.train"]
         of = settings["calibration"]["data"] or "texts that the model samples"
-        for each in distance:
-            print_result(f"It {each.sentence('rows that the model wrote' if writes else of)}.")
-            if each.divergence > HOPELESS and settings["weighting"] == "none":
+        for measured in distance:
+            print_result(f"It {measured.sentence('rows that the model wrote' if writes else of)}.")
+            if measured.divergence > HOPELESS and settings["weighting"] == "none":
                 warn_main("this is the plain SVD of the weights, which ruins most models: name --calibration.data FILE")
         command = shlex.join(["llmdistill", "train", *words])
         data = "teacher" if writes else "FILE"

@@ -145,8 +145,8 @@ def compare(arguments: Sequence[str]) -> int:
     study.check_files()
     return conclude(
         study,
-        lambda found: comparison_report(
-            study.folder, collect_comparison(study, found, title=table.title, paper=table.paper, command=command)
+        lambda findings: comparison_report(
+            study.folder, collect_comparison(study, findings, title=table.title, paper=table.paper, command=command)
         ),
         as_json=parsed.json,
     )

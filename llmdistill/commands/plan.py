@@ -113,11 +113,11 @@ def machine_of(machine: MachineConfig, words: Sequence[str]) -> MachineConfig:
     if "gpu" in given or not is_here:
         return machine.of_kind(machine.gpu, given)
     properties = torch.cuda.get_device_properties(0)
-    found = find_gpu(properties.name, properties.total_memory)
+    kind = find_gpu(properties.name, properties.total_memory)
     # The driver's number of bytes says what there is to fill, a little less than the data sheet's.
     here: dict[str, Any] = {"gpu_memory": f"{properties.total_memory / 1e9:.1f}GB", "gpus": torch.cuda.device_count()}
-    if found is not None:
-        machine = machine.of_kind(found, given)
+    if kind is not None:
+        machine = machine.of_kind(kind, given)
     else:
         rest = "TFLOP/s and bandwidths are an A100's where they are not given (--tflops, --memory_bandwidth, ...)"
         say(f"Note       {properties.name} is not among the kinds of --gpu: {rest}", aside=True)

@@ -28,8 +28,8 @@ GPUS: dict[GpuName, dict[str, Any]] = {
 def find_gpu(name: str, memory_bytes: int) -> GpuName | None:
     """Return the kind of a GPU by the name that its driver gives, such as NVIDIA H100 80GB HBM3; None if unknown."""
     words = re.split(r"[\s-]+", name.lower())
-    found = next((kind for kind in GPUS if kind in words), None)
-    return "a100-40gb" if found == "a100" and memory_bytes < 60e9 else found  # between its two sizes
+    kind = next((kind for kind in GPUS if kind in words), None)
+    return "a100-40gb" if kind == "a100" and memory_bytes < 60e9 else kind  # between its two sizes
 
 
 @dataclass(frozen=True, kw_only=True)

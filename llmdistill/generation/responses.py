@@ -181,8 +181,8 @@ def _answer(job: _Job, left: list[int]) -> None:
     answered = sum(len(batch) for batch in job.batches) - sum(len(job.batches[number]) for number in left)
     # Rank 0 alone shows the progress, so it counts the prompts of all ranks, assuming that they are about as fast.
     with Activity("Answering", len(job.prompts.ids), "prompts", done=answered) as activity:
-        each = answer_batches(engine, job.prompts.ids, job.batches, share, settings.seed)
-        for round_number, (number, rows) in enumerate(each):
+        finished = answer_batches(engine, job.prompts.ids, job.batches, share, settings.seed)
+        for round_number, (number, rows) in enumerate(finished):
             response_file.append_batch(job.output, World.current().rank, number, rows)
             together = left[round_number * World.current().size : (round_number + 1) * World.current().size]
             activity.advance(sum(len(job.batches[other]) for other in together))

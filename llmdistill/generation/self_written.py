@@ -364,7 +364,7 @@ def _restore(job: _Job, rounds: dict[int, Any]) -> _Sieve:
                 "all written again"
             )
         samples = [
-            [None if each is None else Sample(*each) for each in rounds[first][n]] for n in sorted(rounds[first])
+            [None if sample is None else Sample(*sample) for sample in rounds[first][n]] for n in sorted(rounds[first])
         ]
         attempts = [_Attempt(turn, answer) for turn, answer in samples if turn is not None]
         sieve.judge_turns([attempt.turn for attempt in attempts])

@@ -59,8 +59,8 @@ def judge_by_norm(engine: Any, *, in_fp32: bool) -> None:
 
     def norm(gradients: Iterable[Tensor], parameters: object, norm_type: float = 2) -> Tensor:
         # Squares that overflow fp32 make it inf, as they do where DeepSpeed combines the norms of its groups.
-        own = [each for each in gradients if not getattr(each, "_zero_padding", False)]
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in own]
+        own = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in own]
         squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)
         dist.all_reduce(squares, group=optimizer.dp_process_group)
         return squares.sqrt()
@@ -89,17 +89,17 @@ def master_weights(engine: Any) -> dict[Tensor, tuple[Tensor, int]]:
     Without ZeRO a model in bf16 has fp32 weights beside it: in a tensor for each parameter, or with a fused Adam laid
     end to end in one for each group. Empty if the optimizer steps the parameters themselves.
     """
-    optimizer, found = engine.optimizer, dict[Tensor, tuple[Tensor, int]]()
+    optimizer, places = engine.optimizer, dict[Tensor, tuple[Tensor, int]]()
     if engine.zero_optimization_stage() > 0 or not hasattr(optimizer, "fp16_groups"):
-        return found
+        return places
     if hasattr(optimizer, "fp32_groups_flat"):
         for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
             ends = torch.tensor([0, *(parameter.numel() for parameter in parameters)]).cumsum(0).tolist()
-            found |= {parameter: (flat, start) for parameter, start in zip(parameters, ends, strict=False)}
-        return found
+            places |= {parameter: (flat, start) for parameter, start in zip(parameters, ends, strict=False)}
+        return places
     for parameters, exact in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-        found |= {parameter: (weight, 0) for parameter, weight in zip(parameters, exact, strict=True)}
-    return found
+        places |= {parameter: (weight, 0) for parameter, weight in zip(parameters, exact, strict=True)}
+    return places
 
 
 def partition(parameter: Any) -> Partition | None:

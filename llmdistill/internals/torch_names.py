@@ -55,7 +55,7 @@ def copy_module(module: nn.Module, tensor: Callable[[Any], Any], child: Callable
     """Return a copy of a module with its hooks; `tensor` and `child` make its parameters, buffers and modules."""
     copied = copy.copy(module)
     for name, make in (("_parameters", tensor), ("_buffers", tensor), ("_modules", child)):
-        own = {key: None if each is None else make(each) for key, each in vars(module)[name].items()}
+        own = {key: None if tensor is None else make(tensor) for key, tensor in vars(module)[name].items()}
         vars(copied)[name] = own
     return copied
 

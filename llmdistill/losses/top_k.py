@@ -39,7 +39,7 @@ def soften(teacher: TopK, temperature: float) -> Tensor:
     """Return the teacher's log-probabilities at a temperature of `TopK.rest`, (N, k + 1); the rest comes last."""
     rest_N = teacher.rest.get(temperature)
     if rest_N is None:
-        known = ", ".join(f"{each:g}" for each in teacher.rest)
+        known = ", ".join(f"{temperature:g}" for temperature in teacher.rest)
         raise UserError(
             f"a term compares at temperature {temperature:g}, and the teacher gives the mass of its less likely tokens "
             f"at {known}: take such a temperature, or a teacher that gives its whole distributions"

@@ -95,9 +95,9 @@ def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
     Raises whatever the template raises.
     """
     text = render(tokenizer, [{"role": "user", "content": QUESTION}], {}, asks=True)
-    opening, found, end = text.partition(QUESTION)
+    opening, question, end = text.partition(QUESTION)
     # Most tokenizers merge a space at the end into the first token of the text.
-    return UserTurn(opening.rstrip(" "), (end + frame_of(tokenizer).header).lstrip()) if found else None
+    return UserTurn(opening.rstrip(" "), (end + frame_of(tokenizer).header).lstrip()) if question else None
 
 
 def shared_length(*sequences: Sequence[Any]) -> int:

@@ -161,7 +161,7 @@ def settle_loaded(model: PreTrainedModel) -> None:
     if type(own.hf_quantizer) is TorchAoHfQuantizer:
         own.hf_quantizer = _WithoutTied(own.hf_quantizer.quantization_config)
     # Not model.dtype, which is that of the first weight, and this may be an embedding of few bits.
-    others = (each.dtype for each in model.parameters() if each.is_floating_point() and not _is_torchao(each))
+    others = (weight.dtype for weight in model.parameters() if weight.is_floating_point() and not _is_torchao(weight))
     dtype = next(others, model.dtype)
     made: dict[int, nn.Parameter] = {}  # a tied head stays tied
     for module, weight in _quantized_modules(model):

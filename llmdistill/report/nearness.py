@@ -22,7 +22,10 @@ def nearness_scores(measured: Measured) -> ScoreTable | None:
     some = next(iter(students.values()))
     rows = {
         "teacher": ["0", show_perplexity(some["teacher_perplexity"])],
-        **{key: [f"{each['divergence']:.3g}", show_perplexity(each["perplexity"])] for key, each in students.items()},
+        **{
+            key: [f"{student['divergence']:.3g}", show_perplexity(student["perplexity"])]
+            for key, student in students.items()
+        },
     }
     rouge = {key: f"{values['rougeL']:.1f}" for key, values in measured.items() if "rougeL" in values}
     legend = f"On {some['of']}: KL(teacher‖student) in {NATS}, and the perplexity of the rows."

@@ -208,22 +208,22 @@ def compare(exact: Outputs, exported: Outputs, rows: Rows, *, what: str) -> Comp
     positions = changed = 0
     difference = largest = divergence = total = most = loss = exported_loss = 0.0
     cosine = 1.0
-    for number, (expected, found) in enumerate(zip(exact.rows, exported.rows, strict=True)):
+    for number, (expected, got) in enumerate(zip(exact.rows, exported.rows, strict=True)):
         finite = expected.isfinite()  # some models set the logits of unused tokens to -inf
-        if found.shape != expected.shape or not found[finite].isfinite().all() or not finite.any():
+        if got.shape != expected.shape or not got[finite].isfinite().all() or not finite.any():
             raise UserError(
                 f"{what}: outputs are not finite, or of another shape than the model's, so nothing was written; "
                 "score the model with llmdistill evaluate, and serve it itself"
             )
         positions += len(expected)
-        difference = max(difference, float((found - expected)[finite].abs().max()))
+        difference = max(difference, float((got - expected)[finite].abs().max()))
         largest = max(largest, float(expected[finite].abs().max()))
         if exact.kind == "states":
-            cosine = min(cosine, float(functional.cosine_similarity(found, expected, dim=-1).min()))
+            cosine = min(cosine, float(functional.cosine_similarity(got, expected, dim=-1).min()))
             continue
         chosen = expected.argmax(-1)
-        changed += int((found.argmax(-1) != chosen).sum())
-        log_p, log_q = expected.log_softmax(-1), found.log_softmax(-1)
+        changed += int((got.argmax(-1) != chosen).sum())
+        log_p, log_q = expected.log_softmax(-1), got.log_softmax(-1)
         divergence += float(torch.where(finite, log_p.exp() * (log_p - log_q), 0).sum())
         labels = chosen if exact.labels is None else exact.labels[number]
         of_p, of_q = (log.gather(-1, labels[:, None])[:, 0] for log in (log_p, log_q))

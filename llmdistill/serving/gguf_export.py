@@ -359,7 +359,7 @@ def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if step is None:
         return []
     inner = step.get("pretokenizers", step.get("normalizers"))
-    return [step] if inner is None else [part for each in inner for part in _list_steps(each)]
+    return [step] if inner is None else [part for inner_step in inner for part in _list_steps(inner_step)]
 
 
 def _name_of_cut(steps: list[Mapping[str, Any]], model_type: str) -> str:

@@ -164,7 +164,7 @@ def _run_by(compiled: Callable[..., Any], layer: nn.Module, index: int, recorder
         else:
             result, collected = run_compiled(*args, **kwargs)
         # The graph has the number of the layer from which it was made.
-        recorder.record([each._replace(layer=index) for each in collected])
+        recorder.record([tapped._replace(layer=index) for tapped in collected])
         return result
 
     return forward

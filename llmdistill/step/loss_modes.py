@@ -40,7 +40,7 @@ def choose_loss_modes(models: Mapping[str, TappedModel], batch: Batch) -> LossMo
         if not math.isfinite(loss.own):
             # To look at the weights whenever a model is loaded takes up to a third of the time of loading.
             of_ranks = gather_objects(first_not_finite_parameter(tapped.model))
-            broken = next((found for found in of_ranks if found is not None), None)
+            broken = next((name for name in of_ranks if name is not None), None)
             if broken is not None:
                 raise UserError(
                     f"the {name}'s parameter {broken} has values that are not finite: copy or download the model again"

@@ -329,7 +329,7 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
         left = target - total(rank)
         for name, (count, (m, n)) in matrices.items():
             raised = ranks[name] + rank_unit(m, n, rank, settings.rank_multiple)
-            params = [count * factor_params(m, n, each, settings.stored_form) for each in (ranks[name], raised)]
+            params = [count * factor_params(m, n, rank, settings.stored_form) for rank in (ranks[name], raised)]
             if (
                 ranks[name] < rank
                 and raised <= largest_rank(m, n, settings.stored_form)

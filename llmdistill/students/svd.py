@@ -82,11 +82,11 @@ def gram_svds(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     equal = (leading[:, :-1] - leading[:, 1:] <= CHANCE * leading[:, :-1]).any(-1)
     odd = equal | (s[:, -1] <= SMALLEST_RATIO * s[:, 0])
     vh = scaled / s[..., None].clamp(min=torch.finfo(s.dtype).tiny)
-    found = (vh.mT, s, u.mT) if is_tall else (u, s, vh)
+    factors = (vh.mT, s, u.mT) if is_tall else (u, s, vh)
     for place in odd.nonzero()[:, 0].tolist():
-        for stacked, values in zip(found, truncated_svd(matrices[place], rank), strict=True):
+        for stacked, values in zip(factors, truncated_svd(matrices[place], rank), strict=True):
             stacked[place] = values
-    return _stored(found, matrices)
+    return _stored(factors, matrices)
 
 
 def leading_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

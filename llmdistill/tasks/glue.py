@@ -82,7 +82,7 @@ GLUE: tuple[str, ...] = tuple(_TABLES["tasks"])
 
 GLUE_TASKS: dict[str, GlueTask] = {
     name: GlueTask(
-        **cast("Any", {key: tuple(each) if isinstance(each, list) else each for key, each in fields.items()})
+        **cast("Any", {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
     )
     for name, fields in {**_TABLES["tasks"], **_TABLES["others"]}.items()
 }
@@ -298,7 +298,7 @@ class Glue(Benchmark):
     @property
     def metrics(self) -> tuple[str, ...]:
         first = self.config.data.task.metric or self.entry.metrics[0]
-        return (first, *(each for each in self.entry.metrics if each != first))
+        return (first, *(metric for metric in self.entry.metrics if metric != first))
 
 
 def task_paths(name: str, data_dir: str, *, setting: str) -> list[Path]:
@@ -370,7 +370,9 @@ def _file_rows(task: GlueTask, split: Split, folder: Path) -> Rows:
     # list has a header does not matter: that is no pair.
     listed = read_benchmark_tsv(_check_file(original.with_name("dev_ids.tsv")), header=ids)
     dev = {tuple(row.values()) for row, _ in listed}
-    return ((row, place) for row, place in rows if (tuple(row.get(each) for each in ids) in dev) == (split == "dev"))
+    return (
+        (row, place) for row, place in rows if (tuple(row.get(column) for column in ids) in dev) == (split == "dev")
+    )
 
 
 def _tsv_rows(task: GlueTask, split: Split, path: Path) -> Rows:

@@ -36,8 +36,8 @@ class AveragedTeachers(Teacher):
         """Run every teacher on a batch."""
         total = sum(self.weights)
         weights = tuple(weight / total for weight in self.weights)
-        found = [teacher.compute_targets(batch, lm_head=lm_head).lm_head for teacher in self.teachers.values()]
-        heads = {place: tuple(_head(each, place) for each in found) for place in lm_head}
+        outputs = [teacher.compute_targets(batch, lm_head=lm_head).lm_head for teacher in self.teachers.values()]
+        heads = {place: tuple(_head(output, place) for output in outputs) for place in lm_head}
         several = {place: SeveralHeads(of, weights, self.average) for place, of in heads.items()}
         return Outputs(logits=None, taps=Taps(), lm_head=several)
 
@@ -80,12 +80,12 @@ class TeachersOfRows(Teacher):
 
 
 def _live(teachers: Mapping[str, Teacher]) -> dict[str, TappedModel]:
-    live = {name: each.live for name, each in teachers.items()}
+    live = {name: teacher.live for name, teacher in teachers.items()}
     return {f"teacher {name}".strip(): models["teacher"] for name, models in live.items() if models}
 
 
-def _head(found: Mapping[Positions, object], place: Positions) -> HeadInputs:
-    head = found[place]
+def _head(outputs: Mapping[Positions, object], place: Positions) -> HeadInputs:
+    head = outputs[place]
     assert isinstance(head, HeadInputs), "several teachers give their whole distributions"
     return head
 

@@ -215,7 +215,7 @@ class TensorParallelTeacher(Teacher):
         config = model.model.config
         self._has_window = any(layer_values(config, "sliding_window"))
         cuts = read_plan(config, self._ranks)
-        head = next((each for name, each in model.model.named_modules() if cut_of(cuts, name) == "lm_head"), None)
+        head = next((module for name, module in model.model.named_modules() if cut_of(cuts, name) == "lm_head"), None)
         self._tokens: tuple[int, ...] | None = None
         """Of each rank the number of its tokens in the LM head; None if each has the whole head."""
         if head is not None and self._ranks > 1:

@@ -87,28 +87,28 @@ class Translation:
         ]
         columns: dict[str, list[np.ndarray]] = {name: [] for name in ("spans", "pairs", "student_spans", "starts")}
         rows, num_spans = 0, 0
-        for each in sequences:
-            spans_m = each.spans[each.spans >= 0]
+        for sequence in sequences:
+            spans_m = sequence.spans[sequence.spans >= 0]
             # Row of the teacher and number in the batch of each span; the last entry stands for no span.
-            first_row = np.append(rows + np.searchsorted(spans_m, np.arange(len(each.pairs))), -1)
-            number = np.append(np.where(each.pairs, -1, num_spans + np.cumsum(~each.pairs) - 1), -1)
-            is_pair = np.append(each.pairs, False)
-            spans_n = each.student_spans
+            first_row = np.append(rows + np.searchsorted(spans_m, np.arange(len(sequence.pairs))), -1)
+            number = np.append(np.where(sequence.pairs, -1, num_spans + np.cumsum(~sequence.pairs) - 1), -1)
+            is_pair = np.append(sequence.pairs, False)
+            spans_n = sequence.student_spans
             is_first = np.diff(spans_n, prepend=-1) != 0
             columns["spans"].append(number[spans_m])
             columns["pairs"].append(np.where(is_pair[spans_n], first_row[spans_n], -1))
             columns["student_spans"].append(number[spans_n])
             columns["starts"].append(np.where(is_first & ~is_pair[spans_n], first_row[spans_n], -1))
-            rows, num_spans = rows + len(spans_m), num_spans + int((~each.pairs).sum())
-        labels = [np.where(each.spans >= 0, each.ids, IGNORE_INDEX) for each in sequences]
+            rows, num_spans = rows + len(spans_m), num_spans + int((~sequence.pairs).sum())
+        labels = [np.where(sequence.spans >= 0, sequence.ids, IGNORE_INDEX) for sequence in sequences]
         of_teacher = Batch(
-            pad_rows([each.ids for each in sequences], self._pad),
-            padding_mask([each.ids for each in sequences]),
+            pad_rows([sequence.ids for sequence in sequences], self._pad),
+            padding_mask([sequence.ids for sequence in sequences]),
             pad_rows(labels, IGNORE_INDEX),
-            sample_ids=tuple((sample_id(each.ids, each.spans >= 0),) for each in sequences),
+            sample_ids=tuple((sample_id(sequence.ids, sequence.spans >= 0),) for sequence in sequences),
         )
         spans_of = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
-        compared = torch.from_numpy(np.concatenate([each[each != IGNORE_INDEX] for each in labels]))
+        compared = torch.from_numpy(np.concatenate([row_labels[row_labels != IGNORE_INDEX] for row_labels in labels]))
         empty = HeadInputs(torch.empty(0), None, None)
         return of_teacher, OtherTokens(head=empty, labels=compared, num_spans=num_spans, shared=self.shared, **spans_of)
 
@@ -228,7 +228,7 @@ def translate_examples(
     for item in progress(items, "Translating", "examples"):
         batch = collate_translated([item])
         translated.append(TranslatedExample(item, batch.sample_ids[0][0], batch.input_ids.shape[1]))
-    return translated, lambda examples: collate_translated([each.item for each in examples])
+    return translated, lambda examples: collate_translated([example.item for example in examples])
 
 
 def _count_tokens(spans: np.ndarray, count: int) -> np.ndarray:
@@ -275,7 +275,7 @@ class TranslatedTeacher(Teacher):
 def describe_shares(others: OtherTokens) -> str:
     """Return how many of the labels are compared, and how, as words."""
     count = max(1, len(others.pairs))
-    pairs, spans = (int((each >= 0).sum()) / count for each in (others.pairs, others.student_spans))
+    pairs, spans = (int((numbers >= 0).sum()) / count for numbers in (others.pairs, others.student_spans))
     missing = abs(1 - pairs - spans)  # not -0 %
     return f"{pairs:.0%} are compared token by token, {spans:.0%} within spans of several, {missing:.0%} not"
 

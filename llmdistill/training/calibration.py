@@ -101,7 +101,7 @@ def measure_parts(plan: Plan, teacher: Callable[[], LoadedTeacher], data: TaskDa
     # A sharded teacher needs all ranks in each pass, so a rank with fewer batches makes as many passes.
     rounds, reduce = largest_number(len(batches)), dist.all_reduce if world.size > 1 else None
     importance = measure_importance(teacher().model, batches, reduce=reduce, rounds=rounds)
-    sizes = [shape_of(each).num_layers for each in (plan.models.student, plan.models.teacher)]
+    sizes = [shape_of(config).num_layers for config in (plan.models.student, plan.models.teacher)]
     layers = teacher_layers(settings.teacher_layers, *sizes, key="student.layers", influence=importance.influence_L)
     if world.is_main:
         named, seconds = [layer + 1 for layer in layers], time.perf_counter() - began
@@ -174,9 +174,11 @@ def measure_weights_on(
         def content() -> str:
             if origin is not None:
                 return fingerprint(origin)
-            tensors = ((name, each.detach().cpu().contiguous()) for name, each in model.state_dict().items())
+            tensors = ((name, tensor.detach().cpu().contiguous()) for name, tensor in model.state_dict().items())
             # As bytes, because numpy has no bfloat16.
-            arrays = ((f"{name} {each.dtype}", each.reshape(-1).view(torch.uint8).numpy()) for name, each in tensors)
+            arrays = (
+                (f"{name} {tensor.dtype}", tensor.reshape(-1).view(torch.uint8).numpy()) for name, tensor in tensors
+            )
             return memory_fingerprint({"config": json.loads(model.config.to_json_string()), "tokenizer": words}, arrays)
 
         read = cache(lambda: calibration_batches(config, models))
@@ -260,13 +262,13 @@ def nearest_rotation(
                 ours = forward(batch).sequence_logits
             assert ours is not None
             # In fp64, so that the sum adds no rounding to that of the embeddings.
-            first, second = (functional.normalize(each.double(), dim=-1) for each in (theirs, ours))
+            first, second = (functional.normalize(embeddings.double(), dim=-1) for embeddings in (theirs, ours))
             product = product + first.T @ second
     if student is not None:
         assert isinstance(product, Tensor)
         product = nearest_isometry(product.cpu()).float()
-    found: Tensor = broadcast_object(product)
-    return found
+    rotation: Tensor = broadcast_object(product)
+    return rotation
 
 
 def nearest_isometry(product: Tensor) -> Tensor:
@@ -334,27 +336,27 @@ def _read(config: RunConfig, models: Models) -> TaskData:
     return make_task(replace(config, data=data), trains=True).read_on_all(models).prepare()
 
 
-def _report(folder: Path, settings: FactorizeConfig, found: WeightedFactors, seconds: float) -> None:
+def _report(folder: Path, settings: FactorizeConfig, factors: WeightedFactors, seconds: float) -> None:
     """Print what a weighted factorization is expected to cost, and write its figures into the run's folder."""
     values = {
         "weighting": settings.weighting,
         "form": settings.stored_form,
-        "tokens": found.tokens,
+        "tokens": factors.tokens,
         "seconds": round(seconds, 2),
-        "predicted_loss": found.predicted_loss,
-        "held_out": dict(found.held_out),
-        "ranks": dict(found.ranks),
-        "spectra": found.spectra(),
+        "predicted_loss": factors.predicted_loss,
+        "held_out": dict(factors.held_out),
+        "ranks": dict(factors.ranks),
+        "spectra": factors.spectra(),
     }
     write_json(folder / WEIGHTING_FILE, values)
-    say(f"Student     the cut is predicted to cost {found.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
-    _print_allocation(found)
+    say(f"Student     the cut is predicted to cost {factors.predicted_loss:.4g} per token, measured in {seconds:.0f} s")
+    _print_allocation(factors)
 
 
-def _print_allocation(found: WeightedFactors, *, aside: bool = False) -> None:
+def _print_allocation(factors: WeightedFactors, *, aside: bool = False) -> None:
     """Print which allocation the check on held-out data chose, if there was one."""
-    if found.held_out:
-        by_loss, uniform = found.held_out["loss"], found.held_out["uniform"]
+    if factors.held_out:
+        by_loss, uniform = factors.held_out["loss"], factors.held_out["uniform"]
         say(
             f"Student     from the teacher on held-out data: {by_loss:.4g} with ranks by predicted loss, {uniform:.4g} "
             f"with one rank; the student takes {'the ranks' if by_loss <= uniform else 'one rank'}",

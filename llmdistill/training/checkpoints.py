@@ -123,13 +123,13 @@ def save_checkpoint(
             "state": state,
             "parameters": _count_trained(engine),
         }
-        kinds = sorted({each.kind for each in fragments(engine)})
+        kinds = sorted({fragment.kind for fragment in fragments(engine)})
         log = file_entry(folder / METRICS_LOG) if (folder / METRICS_LOG).is_file() else None
         of_training = {"log": log, "loss_modes": loss_modes, "figures": figures or {}}
         write_json(target / MANIFEST, {**about, "kinds": kinds, "files": files, **of_training})
         sync(target / MANIFEST)
         sync(target)  # its name in its folder too, before another checkpoint is removed
-        newest = [each.folder for each in checkpoints(folder) if each.damage is None][-keep:]
+        newest = [checkpoint.folder for checkpoint in checkpoints(folder) if checkpoint.damage is None][-keep:]
         for _, old in _folders(folder):  # a folder without a manifest is what a kill has left
             if old not in newest:
                 shutil.rmtree(old)
@@ -173,7 +173,11 @@ def load_checkpoint(engine: Any, folder: Path) -> Checkpoint | None:
 def _count_trained(engine: Any) -> dict[str, int]:
     """Return the number of elements of each trained parameter, also of those that ZeRO-3 shards."""
     named = engine.module.named_parameters()
-    return {name: int(getattr(each, "ds_numel", each.numel())) for name, each in named if each.requires_grad}
+    return {
+        name: int(getattr(parameter, "ds_numel", parameter.numel()))
+        for name, parameter in named
+        if parameter.requires_grad
+    }
 
 
 def _write(engine: Any, target: Path) -> dict[str, dict[str, Any]]:
@@ -185,8 +189,8 @@ def _write(engine: Any, target: Path) -> dict[str, dict[str, Any]]:
     file = target / f"rank-{world.rank:05d}.safetensors"
     tensors = {
         # A copy, because fragments are parts of the same memory, which safetensors refuses to write.
-        f"{each.kind}/{each.start}/{each.name}": each.read().to("cpu", copy=True)
-        for each in fragments(engine)
+        f"{fragment.kind}/{fragment.start}/{fragment.name}": fragment.read().to("cpu", copy=True)
+        for fragment in fragments(engine)
     }
     try:
         save_file(tensors, file)
@@ -194,7 +198,7 @@ def _write(engine: Any, target: Path) -> dict[str, dict[str, Any]]:
         sync(file)
         return {file.name: file_entry(file)}
     except (OSError, SafetensorError) as error:
-        raise write_error(file, error, sum(each.nbytes for each in tensors.values())) from error
+        raise write_error(file, error, sum(tensor.nbytes for tensor in tensors.values())) from error
 
 
 def _newest_whole(folder: Path) -> Checkpoint | None:
@@ -202,10 +206,12 @@ def _newest_whole(folder: Path) -> Checkpoint | None:
     damaged: list[Checkpoint] = []
 
     def put_aside() -> None:
-        for each in damaged:
+        for checkpoint in damaged:
             # An earlier checkpoint of this step may have been put aside already.
-            names = (each.folder.with_name(f"damaged-{each.folder.name}{f'-{n}' if n else ''}") for n in count())
-            each.folder.rename(next(name for name in names if not name.exists()))
+            names = (
+                checkpoint.folder.with_name(f"damaged-{checkpoint.folder.name}{f'-{n}' if n else ''}") for n in count()
+            )
+            checkpoint.folder.rename(next(name for name in names if not name.exists()))
 
     # Rank 0 alone lists the folder: on a network file system the ranks may see different files.
     for candidate in reversed(on_main(lambda: checkpoints(folder))):
@@ -213,7 +219,7 @@ def _newest_whole(folder: Path) -> Checkpoint | None:
         if damage is None:  # the ranks share the files
             share = slice(world.rank, None, world.size)
             damage = entries_damage(candidate.folder, candidate.manifest["files"], share)
-        wrong = next((each for each in gather_objects(damage) if each is not None), None)
+        wrong = next((message for message in gather_objects(damage) if message is not None), None)
         if wrong is None:
             on_main(put_aside)
             return candidate
@@ -240,9 +246,9 @@ def _restore(wanted: list[Fragment], checkpoint: Checkpoint) -> None:
             for start, saved in parts.get((fragment.kind, fragment.name), []):
                 first, last = max(start, fragment.start), min(start + saved.get_shape()[0], end)
                 if first < last:
-                    found = saved[first - start : last - start]
-                    values = torch.empty(fragment.numel, dtype=found.dtype) if values is None else values
-                    values[first - fragment.start : last - fragment.start] = found
+                    part = saved[first - start : last - start]
+                    values = torch.empty(fragment.numel, dtype=part.dtype) if values is None else values
+                    values[first - fragment.start : last - fragment.start] = part
                     filled += last - first
             if values is None or filled != fragment.numel:
                 raise UserError(

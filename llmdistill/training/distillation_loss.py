@@ -242,8 +242,8 @@ class DistillationLoss:
             )
         except IndexError as error:
             length = located.input_ids.shape[1]
-            for role, each in (("teacher", self.teacher), ("student", self.student)):
-                if (positions := max_positions(each.config, length)) < length:
+            for role, model in (("teacher", self.teacher), ("student", self.student)):
+                if (positions := max_positions(model.config, length)) < length:
                     raise UserError(
                         f"the batch has rows of {length} tokens, but the {role} has positions for {positions}: cut the "
                         "rows to that"
@@ -256,7 +256,7 @@ class DistillationLoss:
                 "no parameter of the student is learned: call student.requires_grad_(), or load its adapter with "
                 "is_trainable=True"
             )
-        terms = {name: each.sum / divisors[self.method.positions[name]] for name, each in losses.terms.items()}
+        terms = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.terms.items()}
         return LossOutput(losses.total, {name: terms[name] for name in self.method.weights})
 
     def counts(self, batches: Iterable[Inputs]) -> dict[Positions, Tensor]:
@@ -269,8 +269,8 @@ class DistillationLoss:
         Returns:
             Int64 scalars by name.
         """
-        each = [self.as_batch(batch).counts() for batch in batches]
-        return {name: torch.stack([counts[name] for counts in each]).sum() for name in POSITIONS}
+        of_batches = [self.as_batch(batch).counts() for batch in batches]
+        return {name: torch.stack([counts[name] for counts in of_batches]).sum() for name in POSITIONS}
 
     def as_batch(self, inputs: Inputs) -> Batch:
         """Convert a batch from a data collator of transformers to a `Batch`."""
@@ -278,8 +278,8 @@ class DistillationLoss:
 
     def remove(self) -> None:
         """Remove the hooks and the projectors from both models; the loss cannot be used afterwards."""
-        for each in self._tapped:
-            each.remove()
+        for tapped in self._tapped:
+            tapped.remove()
         for model in (self.teacher, self.student):
             vars(model).pop(_HOOKED, None)
         if hasattr(self.student, PROJECTORS):

@@ -58,7 +58,7 @@ class RunInputs:
             "student.model": None if self.student is None else name_of(self.student),
             "data.train": name_of(self.data),
             "data.valid": None if self.valid is None else name_of(self.valid),
-            "data.tests": {name: name_of(each) for name, each in self.tests.items()},
+            "data.tests": {name: name_of(data) for name, data in self.tests.items()},
             "ds_config": "",
             "output_dir": None if output_dir is None else str(output_dir),
         }
@@ -103,13 +103,13 @@ class RunInputs:
         values["data"] |= {
             "train": file_of(self.data, name="data", field=field),
             "valid": None if self.valid is None else file_of(self.valid, name="valid", field=field),
-            "tests": {name: file_of(each, name=f"tests {name}") for name, each in self.tests.items()},
+            "tests": {name: file_of(data, name=f"tests {name}") for name, data in self.tests.items()},
         }
         return build(values, RunConfig, METHODS)
 
     def command(self, method: str) -> str:
         """Return the Python call in one line."""
-        names = ", ".join(name_of(each) for each in (self.teacher, self.student, self.data))
+        names = ", ".join(name_of(given) for given in (self.teacher, self.student, self.data))
         return f"llmdistill.distill({names}, method={method!r}, ...)"
 
 

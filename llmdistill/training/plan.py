@@ -278,7 +278,7 @@ def _plan_tokens(
     teacher, student = config.teacher.model, config.student.model
     if learning.method.needs_teacher and teacher and student and not {teacher, student} & pending.keys():
         has_own = task.translates and is_causal(models.student) and brings_tokenizer(locate(student))
-        tokenizers = [load_tokenizer(locate(each)) for each in (teacher, student)] if has_own else []
+        tokenizers = [load_tokenizer(locate(model)) for model in (teacher, student)] if has_own else []
         differ = has_own and tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
         names = config.methods()
         if differ and all(METHODS[name].other_tokens for name in names if METHODS[name].needs_teacher):

@@ -80,15 +80,15 @@ def write_run_card(plan: Plan, metrics: Mapping[str, Any], table: ScoreTable, da
 
 def _find_changes(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that differ from the defaults, nested as they are."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in values.items():
         default = defaults.get(key)
         if isinstance(value, dict) and isinstance(default, dict) and default:
             inner = _find_changes(value, default)
-            found |= {key: inner} if inner else {}
+            settings |= {key: inner} if inner else {}
         elif value != default:
-            found[key] = value
-    return found
+            settings[key] = value
+    return settings
 
 
 def save_compressed(

@@ -99,7 +99,7 @@ def data_contents(config: RunConfig) -> dict[str, str]:
     values["teacher"] = {**values["teacher"], "cache": None, "others": {}}
     contents = input_fingerprints(values, made_below=None)
     # data.train and data.task: data.valid gives no examples.
-    return {key: each for key, each in contents.items() if key.startswith("data.t")}
+    return {key: content for key, content in contents.items() if key.startswith("data.t")}
 
 
 def task_reference(data: Mapping[str, Any]) -> dict[str, str]:
@@ -264,9 +264,9 @@ def claim_folder(config: RunConfig, *, may_go_on: bool = False) -> Iterator[None
     def claim() -> None:
         try:
             _claim(folder, run_record(config, world.size), config.resume, locks, may_go_on=may_go_on)
-            for each in (folder, folder / INPUTS):
-                if each.is_dir():
-                    remove_abandoned(each)
+            for place in (folder, folder / INPUTS):
+                if place.is_dir():
+                    remove_abandoned(place)
         except OSError as error:
             raise write_error(folder, error) from error
 
@@ -330,14 +330,14 @@ def run_warnings(folder: Path) -> list[str]:
     record = _read(folder) or {}
     train, warnings = record.get("config", {}).get("train", {}), []
     if record.get(_RATES):
-        rates = ", then ".join(f"{each:g}" for each in record[_RATES])
+        rates = ", then ".join(f"{rate:g}" for rate in record[_RATES])
         warnings.append(
             f"the learning rate was {rates} until the loss or the gradient was not finite; the run went on from its "
             f"last checkpoint with {train['learning_rate']:g}"
         )
     earlier = record.get(_STEPS, [])
     if earlier and not (train["schedule"] == "constant" and train["warmup_ratio"] is None):
-        changes = ", then ".join(f"{each['value']} until step {each['step']}" for each in earlier)
+        changes = ", then ".join(f"{change['value']} until step {change['step']}" for change in earlier)
         key = earlier[-1]["key"]
         warnings.append(
             f"train.{key} was {changes}, and the run went on with {train[key]}: the learning rate of each step is that "

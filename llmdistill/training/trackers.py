@@ -183,7 +183,7 @@ def monitors(config: RunConfig, deepspeed: Any, start: int) -> Iterator[Monitors
                 run = (known or {}).get(name, {}).get("id")
                 opened.trackers[name] = _OPEN[name](folder, to_dict(config), run)
         if trackers:
-            write_json(folder / TRACKERS_FILE, {name: {"id": each.id} for name, each in opened.trackers.items()})
+            write_json(folder / TRACKERS_FILE, {name: {"id": tracker.id} for name, tracker in opened.trackers.items()})
     whole = False
     try:
         yield opened

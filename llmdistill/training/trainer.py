@@ -125,7 +125,7 @@ class Trainer:
 
     def describe_origin(self, step: int, micro_batches: Sequence[Batch]) -> str:
         """Run the forward passes of a step (from 1) again for `first_not_finite`, and return what it says."""
-        models = {name: each.model for name, each in live_models(self.teacher).items()}
+        models = {name: tapped.model for name, tapped in live_models(self.teacher).items()}
         models["student"] = self.student.model
 
         def run() -> None:
@@ -149,7 +149,9 @@ class Trainer:
 def global_counts(micro_batches: Sequence[Batch]) -> Tensor:
     """Return the count of each of POSITIONS in the global batch; every rank must call this function."""
     counts = [batch.counts() for batch in micro_batches]
-    return all_reduce_sum(torch.stack([torch.stack([each[name] for each in counts]).sum() for name in POSITIONS]))
+    return all_reduce_sum(
+        torch.stack([torch.stack([of_batch[name] for of_batch in counts]).sum() for name in POSITIONS])
+    )
 
 
 class Stopwatch:

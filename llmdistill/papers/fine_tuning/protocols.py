@@ -53,7 +53,7 @@ SHARED = ("batch_size", "max_length", "warmup_ratio", "weight_decay")
 
 def fine_tuning_values(run: RunConfig, tasks: Sequence[str]) -> dict[str, Any]:
     """Return what a fine-tuning of a run's student on tasks takes from the run, as values of `FineTuningConfig`."""
-    grid = {each.name: getattr(run.tasks, each.name) for each in fields(GridConfig)}
+    grid = {setting.name: getattr(run.tasks, setting.name) for setting in fields(GridConfig)}
     return grid | {"tasks": list(tasks), "ds_config": run.ds_config, "dtype": run.train.dtype, "speed": False}
 
 

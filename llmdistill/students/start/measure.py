@@ -251,9 +251,11 @@ class Measurement:
             def run(names: list[str]) -> None:
                 # Out of the dicts, so that matrices and their moments are freed when they are decomposed.
                 moved, own = [weights.pop(name).to(device) for name in names], [moments.pop(name) for name in names]
-                found = DECOMPOSE[self.method](moved, own, [wanted[name] for name in names])
+                factors = DECOMPOSE[self.method](moved, own, [wanted[name] for name in names])
                 # On the CPU, as the factors of all matrices together may be larger than the model.
-                decomposed.update({name: each.to(_CPU) for name, each in zip(names, found, strict=True)})
+                decomposed.update(
+                    {name: factors_of_one.to(_CPU) for name, factors_of_one in zip(names, factors, strict=True)}
+                )
                 if device.type == "cpu":
                     give_back_memory()
 
@@ -313,7 +315,7 @@ def working_bytes(m: int, n: int) -> int:
 
 def workers(weights: Mapping[str, Tensor], model: PreTrainedModel) -> int:
     """Return the number of matrices that a CPU decomposes at a time, in about half of the teacher's memory in fp32."""
-    room = 2 * sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters())
+    room = 2 * sum(getattr(weight, "ds_numel", weight.numel()) for weight in model.parameters())
     largest = max((working_bytes(*weight.shape) for weight in weights.values()), default=1)
     return max(1, min(torch.get_num_threads(), room // largest))
 

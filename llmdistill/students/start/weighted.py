@@ -98,11 +98,11 @@ def weighted_svds(weights: Sequence[Tensor], moments: Sequence[Moments], ranks: 
     """
     device, weighted = weights[0].device, moments[0].gradients is not None
     # Legend: P matrices of a shape.
-    inner_Pnn = damp(torch.stack([each.inputs.to(device) for each in moments]), INPUT_DAMPING)[1]
+    inner_Pnn = damp(torch.stack([moment.inputs.to(device) for moment in moments]), INPUT_DAMPING)[1]
     whitened_Pmn = torch.stack([weight.double() for weight in weights]) @ inner_Pnn
     outer_Pmm = None
     if weighted:
-        gradients = [cast(Tensor, each.gradients).to(device) for each in moments]
+        gradients = [cast(Tensor, moment.gradients).to(device) for moment in moments]
         outer_Pmm = damp(torch.stack(gradients), GRADIENT_DAMPING)[1]
         whitened_Pmn = outer_Pmm.mT @ whitened_Pmn  # Rᵀ W L
     u_Pmk, s_Pk, vh_Pkn = truncated_svds(whitened_Pmn, max(ranks))
@@ -118,10 +118,10 @@ def weighted_svds(weights: Sequence[Tensor], moments: Sequence[Moments], ranks: 
             right=right_Pkn[place, :rank].float(),
             energy=energies[place],
             # The Fisher matrix of the tokens' sum is C ⊗ G / tokens.
-            scale=0.5 / each.tokens ** (2 if weighted else 1),
-            tokens=each.tokens,
+            scale=0.5 / moment.tokens ** (2 if weighted else 1),
+            tokens=moment.tokens,
         )
-        for place, (each, rank) in enumerate(zip(moments, ranks, strict=True))
+        for place, (moment, rank) in enumerate(zip(moments, ranks, strict=True))
     ]
 
 

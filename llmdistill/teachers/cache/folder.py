@@ -128,7 +128,7 @@ class CacheFolder:
     def find_missing(self, ids: Sequence[int]) -> list[int]:
         """Return the ids of examples that are not in the cache, in their order."""
         there = np.isin(np.asarray(ids, dtype=np.int64), self._index[0])
-        return [each for each, known in zip(ids, there.tolist(), strict=True) if not known]
+        return [sample_id for sample_id, known in zip(ids, there.tolist(), strict=True) if not known]
 
     def find(self, ids: Sequence[int]) -> np.ndarray:
         """Return where examples are, (n, 2): the shard, and the number of the example in it.

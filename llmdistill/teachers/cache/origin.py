@@ -121,4 +121,4 @@ def _data_record(plan: TeacherPlan) -> dict[str, Any]:
         settings |= {"data.valid": values["data"]["valid"], **{f"data.text.{key}": text[key] for key in _TEXT_KEYS}}
         # The seed draws the documents of a fraction.
         settings |= {"seed": values["seed"]} if text["fraction"] < 1 else {}
-    return settings | {f"content of {key}": each for key, each in plan.data_contents().items()}
+    return settings | {f"content of {key}": content for key, content in plan.data_contents().items()}

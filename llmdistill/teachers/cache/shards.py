@@ -139,7 +139,7 @@ def write_by_teacher(job: Job, missing: Sequence[int], teacher: TappedModel, *, 
         shard, finished = job.shards[number], []
         num_own = len(shard) if has_own else 0
         # A sharded teacher needs every rank in each pass, also one whose shard has fewer batches or that has none.
-        for index in range(max(len(job.shards[each]) for each in numbers) if sharded else num_own):
+        for index in range(max(len(job.shards[rank]) for rank in numbers) if sharded else num_own):
             is_first = numbers is rounds[0] and index == 0
             batch, outputs, rows = _run_teacher(job, teacher, shard, index, tell=is_first and world.is_main)
             if index < num_own:
@@ -155,7 +155,7 @@ def _save(
     """Write a shard of batches, on the CPU, and the rows of their examples."""
     ids, rows, counts = list[int](), dict[str, list[Tensor]](), dict[str, list[Tensor]]()
     for batch, of_batch in made:
-        ids += [each for row in batch.sample_ids for each in row]
+        ids += [sample_id for row in batch.sample_ids for sample_id in row]
         for name, tensor in of_batch.items():
             rows.setdefault(name, []).append(tensor)
         for place in POSITIONS:
@@ -175,7 +175,7 @@ def write_by_scorer(job: Job, missing: Sequence[int], score: Callable[[list[list
         # Each example is collated alone, so that it has no padding, and its positions are those of its tokens.
         batches = [job.batch([index]) for indices in job.shards[number] for index in indices]
         made = []
-        for batch, top in zip(batches, score([each.input_ids[0].tolist() for each in batches]), strict=True):
+        for batch, top in zip(batches, score([packed.input_ids[0].tolist() for packed in batches]), strict=True):
             rows: dict[str, Tensor] = {}
             for place in job.request.positions:
                 rows |= top_rows(top.at(batch.flat_positions(place)), place)
@@ -207,7 +207,7 @@ def _run_teacher(
     moved = batch.with_positions(shift=teacher.shift).to(World.current().device)
     with torch.no_grad():
         outputs = teacher.compute_targets(moved, lm_head=job.request.positions)
-        head = next((each for each in outputs.lm_head.values() if isinstance(each, HeadInputs)), None)
+        head = next((output for output in outputs.lm_head.values() if isinstance(output, HeadInputs)), None)
         with nullcontext() if head is None else gathered(head.weight, head.bias):
             # Rank 0 writes the LM head, once.
             is_writer = World.current().is_main and job.top_k is None
@@ -215,10 +215,10 @@ def _run_teacher(
                 assert head.weight is not None, "hidden states need the head"
                 tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
                 scale = {} if head.scale.is_plain else {"scale": json.dumps(head.scale)}
-                on_cpu = {name: each.detach().cpu() for name, each in tensors.items()}
+                on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
                 write_tensors(job.folder, HEAD_FILE, on_cpu, scale)
             in_8_bits, vocabulary = job.settings.dtype == "int8", job.vocabulary
             rows = to_rows(outputs, moved, job.request, top_k=job.top_k, vocabulary=vocabulary, in_8_bits=in_8_bits)
             if in_8_bits and head is not None and tell:
                 _print_rounding(head, rows, job.request)
-    return batch, outputs, {name: each.cpu() for name, each in rows.items()}
+    return batch, outputs, {name: tensor.cpu() for name, tensor in rows.items()}

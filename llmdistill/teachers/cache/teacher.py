@@ -52,7 +52,7 @@ class CachedTeacher(Teacher):
         batch = batch.with_positions(shift=self._shift)
         assert set(lm_head) <= set(self._request.positions), f"{lm_head} was not asked for"
         assert batch.sample_ids, "the student wrote the text, so nothing about it is in a cache"
-        places = self._folder.find([each for row in batch.sample_ids for each in row])
+        places = self._folder.find([sample_id for row in batch.sample_ids for sample_id in row])
 
         def read(name: str) -> Tensor:
             rows, kind = self._folder.rows(name, places), row_positions(name)

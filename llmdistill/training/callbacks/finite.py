@@ -150,10 +150,10 @@ class FiniteSteps:
         """Check what would be saved after a step: a finite step of a large learning rate can overflow the weights."""
         # What a checkpoint saves: weights in the precision of the optimizer, and moments.
         held = fragments(self.trainer.engine)
-        is_finite = torch.stack([each.read().isfinite().all() for each in held]).tolist() if held else []
-        own = next((each for each, fine in zip(held, is_finite, strict=True) if not fine), None)
+        is_finite = torch.stack([fragment.read().isfinite().all() for fragment in held]).tolist() if held else []
+        own = next((fragment for fragment, fine in zip(held, is_finite, strict=True) if not fine), None)
         all_wrong = gather_objects(None if own is None else f"{own.kind} of {own.name}")
-        wrong = next((each for each in all_wrong if each is not None), None)
+        wrong = next((name for name in all_wrong if name is not None), None)
         if wrong is not None:
             why = f"the {wrong} is not finite after step {step}, so nothing is saved any more: {LOWER}"
             end_run(self.trainer, self.folder, step, why)
@@ -163,12 +163,12 @@ class FiniteSteps:
         # Such a step is rare, so the host may wait for the values of the terms here.
         is_wrong = (~step.losses.isfinite()).tolist()
         own = [
-            Cause(World.current().rank, name, [each for row in batch.sample_ids for each in row])
+            Cause(World.current().rank, name, [sample_id for row in batch.sample_ids for sample_id in row])
             for batch, of_batch in zip(step.batches, is_wrong, strict=True)
             for name, wrong in zip(self.trainer.method.weights, of_batch, strict=True)
             if wrong
         ]
-        causes = [each for of_rank in gather_objects(own) for each in of_rank]
+        causes = [cause for of_rank in gather_objects(own) for cause in of_rank]
         # On every rank, because the forward passes of a sharded model need all of them.
         origins = gather_objects(self.trainer.describe_origin(step.number, step.batches))
         guilty = causes[0].rank if causes else 0
@@ -178,10 +178,10 @@ class FiniteSteps:
         def save_batches() -> None:
             """Write the tensors of micro batches, each name with the number of its micro batch: "0/input_ids"."""
             tensors = {
-                f"{number}/{each.name}": value.to("cpu", copy=True).contiguous()  # labels may be the ids themselves
+                f"{number}/{part.name}": value.to("cpu", copy=True).contiguous()  # labels may be the ids themselves
                 for number, batch in enumerate(saved)
-                for each in fields(batch)
-                if isinstance(value := getattr(batch, each.name), Tensor)
+                for part in fields(batch)
+                if isinstance(value := getattr(batch, part.name), Tensor)
             }
             if tensors:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ class FiniteSteps:
                 sync(file)
 
         on_every(save_batches)
-        about = {"step": step.number, "causes": [each._asdict() for each in causes], "origins": origins}
+        about = {"step": step.number, "causes": [cause._asdict() for cause in causes], "origins": origins}
         on_main(lambda: write_json(folder / "about.json", about))
         described = "every term is finite, so it became so in the backward pass"
         if causes:

@@ -39,7 +39,7 @@ class Checkpoints:
         if state.signal or state.failure is not None or state.is_due(state.settings.save_every):
             assert state.is_logged, "a checkpoint has the size of the log, and the figures of the next row alone"
             keep, trainer = state.settings.keep_checkpoints, self.trainer
-            figures = {name: each.figures() for name, each in self.accumulators.items()}
+            figures = {name: accumulator.figures() for name, accumulator in self.accumulators.items()}
             more = {"loss_modes": self.loss_modes, "figures": figures}
             save_checkpoint(trainer.engine, self.folder, state.step, keep, **more)
         if state.signal:

@@ -108,4 +108,4 @@ def term_gradients(
 
 def only_term(terms: BoundTerms, name: str) -> BoundTerms:
     """Return the same terms, where all but one have the factor 0."""
-    return replace(terms, factors={each: value if each == name else 0.0 for each, value in terms.factors.items()})
+    return replace(terms, factors={term: value if term == name else 0.0 for term, value in terms.factors.items()})
