@@ -100,9 +100,6 @@ class TeacherConfig(OneTeacher):
                 f"teacher.{given} is {getattr(self, given)}, but teacher.{lacking} is not set: a server is asked for a "
                 "number of most likely tokens, so give both, such as http://localhost:8000 and 20, or neither"
             )
-        taken = [key for key in ("cache", "url") if getattr(self, key) is not None] + ["others"] * bool(self.others)
-        if self.source is not None and taken:
-            raise FieldError(f"source is {self.source}, but there is teacher.{taken[0]} too: leave one of them out")
         if self.settings and self.source is None:
             raise FieldError("settings are those of teacher.source: name it too")
         if self.by_rows and not self.others:

@@ -134,11 +134,6 @@ def plan_tasks(plans: Sequence[Plan]) -> TasksPlan:
     """Plan the second stage of a run from configurations alone, after the plans of the first; UserError if invalid."""
     first, last = plans[0], plans[-1]
     settings = last.config.tasks
-    if not last.trains:
-        raise UserError(
-            f"tasks.names is {settings.names}, but method {last.config.method} trains no student for a second stage: "
-            "take another method, or fine-tune a model by eval/glue.py"
-        )
     tasks = find_benchmarks(settings.names, setting="tasks.names")
     for task in tasks:
         benchmark, key = find_benchmark(task)

@@ -141,6 +141,11 @@ def check_factorization(settings: FactorizeConfig, method: str) -> None:
             f"give exactly one of {', '.join(exclusive[:-1])} and {exclusive[-1]} (or {embedding_key} alone) for the "
             f"method {method}, not {' and '.join(given)}; null takes one back that a recipe sets"
         )
+    if method != "svd" and settings.is_weighted and settings.calibration.folder is not None:
+        raise UserError(
+            "calibration.folder keeps factors of the method svd, which serve every rank, but the method is "
+            f"{method}, whose factors fit one shape: set the folder to null"
+        )
     if settings.max_flops is not None and settings.target_params is None:
         raise UserError(
             "max_flops bounds the search that target_params starts, and there is none: give target_params or leave "

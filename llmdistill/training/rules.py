@@ -105,6 +105,10 @@ TEACHER_ON_A_SERVER = Condition(
     of_config=lambda run: run.teacher.url is not None,
     of_plan=lambda plan: plan.config.teacher.url is not None and plan.method.needs_teacher,
 )
+TEACHER_OF_A_PACKAGE = Condition(
+    typed="`teacher.source`",
+    of_config=lambda run: run.teacher.source is not None,
+)
 CACHE_BY_VLLM = Condition(typed="`--cache.engine vllm`", of_config=lambda run: False)  # a command asks, see `clash`
 SEVERAL_TEACHERS = Condition(
     typed="`teacher.others`",
@@ -161,6 +165,7 @@ LEARNS_FROM_A_TEACHER = Condition(
     typed="every method but `sft`, `seqkd` and `none`",
     of_config=lambda run: any(METHODS[name].needs_teacher for name in run.methods()),
 )
+NOTHING_TRAINED = Condition(typed="`method none`", of_config=lambda run: not METHODS[run.method].trains)
 FURTHER_METHODS = Condition(typed="`also`", of_config=lambda run: bool(run.also))
 SEQKD = Condition(typed="`method seqkd`", of_config=lambda run: run.method == "seqkd")
 EMBEDDING = Condition(typed="`method embedding`", of_config=lambda run: "embedding" in run.methods())
@@ -308,6 +313,7 @@ CHECKPOINTING = Condition(
     typed="`train.activation_checkpointing true`",
     of_config=lambda run: run.train.activation_checkpointing,
 )
+SECOND_STAGE = Condition(typed="`tasks.names`", of_config=lambda run: bool(run.tasks.names))
 EPOCHS = Condition(typed="`train.epochs`", of_config=lambda run: run.train.epochs is not None)
 BEST_KEPT = Condition(
     typed="`train.keep_best`",
@@ -388,6 +394,16 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
     (TEACHER_ON_A_SERVER, SEVERAL_TEACHERS): (
         "teacher.url is {teacher.url}, but there is teacher.others too: leave one of them out"
     ),
+    **{
+        (TEACHER_OF_A_PACKAGE, condition): (
+            f"teacher.source is {{teacher.source}}, but there is {key} too: leave one of them out"
+        )
+        for condition, key in {
+            CACHED_TEACHER: "teacher.cache",
+            TEACHER_ON_A_SERVER: "teacher.url",
+            SEVERAL_TEACHERS: "teacher.others",
+        }.items()
+    },
     (ADAPTERS, KRONECKER_STUDENT): (
         "student.lora.rank: adapters go on linears, and the Kronecker factors of student.method kronecker are none: "
         "leave it out to train all weights, or take student.method svd"
@@ -431,6 +447,10 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
         "also is {config.also}, but method {config.method} has no teacher: make one of them the method"
     ),
     (ASSISTANTS, LABELS_ALONE): ("student.assistants teach, but method {config.method} has no teacher: leave them out"),
+    (SECOND_STAGE, NOTHING_TRAINED): (
+        "tasks.names is {tasks.names}, but method {config.method} trains no student for a second stage: take another "
+        "method, or fine-tune a model by eval/glue.py"
+    ),
     (EMBEDDING, NOT_SENTENCES): (
         "method embedding compares embeddings of sentences, but data.kind is {data.kind}: set it to sentences"
     ),

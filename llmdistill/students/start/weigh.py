@@ -68,11 +68,6 @@ def weigh(parts: CalibrationParts, settings: FactorizeConfig, method: str = "svd
         sizes = {
             base_name(reference, name): size for name, size in plan_factors(reference, settings, method).sizes.items()
         }
-        if parts.saved is not None:
-            raise UserError(
-                "student.factorize.calibration.folder keeps factors of the method svd, which serve every rank, but the "
-                f"method is {method}, whose factors fit one shape: set the folder to null"
-            )
         if sizes:
             shapes, measurement = _matrix_shapes(reference), _make_measurement(parts, settings, method)
             measurement.factors(shapes, sizes, lambda name, factors, _: others.update({name: factors}), parts.say)

@@ -24,6 +24,7 @@ from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.teachers.choice import TEACHERS, TeacherSource
 from llmdistill.training import rules
 from llmdistill.training.plan import make_plans
 from llmdistill.training.rules import CLASHES, Condition, clash
@@ -54,6 +55,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "no teacher": {"teacher.model": None},
     "cache": {"teacher.cache": "{cache}"},
     "server": {"teacher.url": "http://localhost:9", "teacher.top_k": 5, "data.max_length": 400},
+    "source of a package": {"teacher.source": "wise"},
     "several": {"teacher.others.b.model": "{teacher}"},
     "rows": {"teacher.others.b.model": "{teacher}", "teacher.average": "rows"},
     "another tokenizer": {"teacher.model": "{decoder}", "student.model": "{other}"},
@@ -69,6 +71,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "sft": {"method": "sft"},
     "seqkd": {"method": "seqkd"},
     "untrained": {"method": "none"},
+    "second stage": {"tasks.names": ["rte"]},
     "makd": {"method": "makd"},
     "minilm": {"method": "minilm"},
     "embedding": {"method": "embedding"},
@@ -130,6 +133,9 @@ EXAMPLES: dict[tuple[Condition, Condition], tuple[str, ...]] = {
     (rules.TEACHER_ON_A_SERVER, rules.NO_TEACHER): ("no teacher", "server"),
     (rules.TEACHER_ON_A_SERVER, rules.CACHED_TEACHER): ("cache", "server"),
     (rules.TEACHER_ON_A_SERVER, rules.SEVERAL_TEACHERS): ("server", "several"),
+    (rules.TEACHER_OF_A_PACKAGE, rules.CACHED_TEACHER): ("cache", "source of a package"),
+    (rules.TEACHER_OF_A_PACKAGE, rules.TEACHER_ON_A_SERVER): ("server", "source of a package"),
+    (rules.TEACHER_OF_A_PACKAGE, rules.SEVERAL_TEACHERS): ("several", "source of a package"),
     (rules.ADAPTERS, rules.KRONECKER_STUDENT): ("Kronecker", "adapters"),
     (rules.FEW_BIT_STUDENT, rules.KRONECKER_STUDENT): ("Kronecker", "few bits"),
     (rules.TEACHER_WRITES, rules.NO_TEACHER): ("no teacher", "sft", "written by the teacher"),
@@ -152,6 +158,7 @@ EXAMPLES: dict[tuple[Condition, Condition], tuple[str, ...]] = {
     (rules.NO_TEACHER, rules.NO_GIVEN_STUDENT): ("labels of a task",),
     (rules.FURTHER_METHODS, rules.LABELS_ALONE): ("sft", "also"),
     (rules.ASSISTANTS, rules.LABELS_ALONE): ("sft", "assistants"),
+    (rules.SECOND_STAGE, rules.NOTHING_TRAINED): ("untrained", "second stage"),
     (rules.EMBEDDING, rules.NOT_SENTENCES): ("instructions", "embedding"),
     (rules.SEQKD, rules.TEXT): ("text of a decoder", "seqkd"),
     (rules.SEARCHED_LAYER, rules.NOT_TEXT): ("instructions", "searched layer"),
@@ -209,9 +216,16 @@ OWN = "|".join((
     "^makd compares layer with layer", "^makd compares like with like", "^kd compares models of one kind",
     "have different tokenizers, first at id",
     # Which models a task takes
+    "^teacher.source wise: method .* needs .*, which it does not give",
+    "^teacher.source wise gives the most likely tokens alone, but teacher and student have different tokenizers",
     "is an encoder .* and instruction data train decoders only", "without (language-model head|head for spans); give",
 ))  # fmt: skip
 """What is no pair of choices, and told where the models, the method or the data are."""
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch) -> None:
+    monkeypatch.setitem(TEACHERS, "wise", TeacherSource())
 
 
 @pytest.fixture(scope="module")
