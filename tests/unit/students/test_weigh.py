@@ -6,14 +6,13 @@ from shrunk import shrunk_model
 from tiny import tiny_model
 
 from llmdistill.batch import Batch
-from llmdistill.config import FactorizeConfig
+from llmdistill.config import CalibrationConfig, FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.students.convert import compress_model
 from llmdistill.students.counting import count_parameters, layer_linears
 from llmdistill.students.sizes import summarize
 from llmdistill.students.start import measure, sampled
 from llmdistill.students.start import weigh as module
-from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.cuts import predict_losses
 from llmdistill.students.start.measure import GIB, deal, plan_passes
 from llmdistill.students.start.sampled import Sampling
@@ -168,11 +167,13 @@ def test_no_data_and_what_kronecker_cannot_use_are_refused_before_any_work(llama
         compress_model(llama, FactorizeConfig(shapes={"*": "4x4"}, weighting="gradients"), "kronecker")
     source = in_memory(llama, [])
     object.__setattr__(source, "batches", lambda: pytest.fail("the data are read"))
-    object.__setattr__(source, "saved", lambda: SavedFactors(tmp_path, {}))
     for given, said in (
         ({"target_params": "50%"}, "target_params 50% with the method kronecker needs the weights"),
         ({"shapes": {"*": "8x8"}, "rank_multiple": 8}, "rank_multiple is a setting of the method svd"),
-        ({"shapes": {"*": "8x8"}}, r"calibration\.folder keeps factors of the method svd"),
+        (
+            {"shapes": {"*": "8x8"}, "calibration": CalibrationConfig(data="own", folder=str(tmp_path))},
+            r"calibration\.folder keeps factors of the method svd",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             weigh(source, FactorizeConfig(weighting="gradients", **given), "kronecker")
