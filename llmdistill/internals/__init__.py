@@ -1,0 +1,1 @@
+"""Private names of torch, transformers and DeepSpeed, a file each."""

@@ -1,1 +1,1 @@
-"""Models: loading, supported architectures, adapters, and taps of inner tensors."""
+"""Models: loading, supported architectures, tokenizers, heads, adapters and few bits."""

@@ -1,1 +1,1 @@
-"""What reproduces the four papers: their tables, grids, stages, tasks and figures. Nothing else imports it."""
+"""What reproduces the four papers: their tables, grids, stages, tasks and figures. Only commands import it."""

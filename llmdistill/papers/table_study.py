@@ -204,7 +204,7 @@ class TableStudy(Study):
         return FineTuning(title, {}, config.seed, settings, launcher_flags=self.launcher.flags)
 
     def missing(self) -> list[str]:
-        """Return what must be brought before anything can run: models, texts and data sets, one sentence each."""
+        """Return what the user must provide before anything can run: models, texts and data sets, one sentence each."""
         folder, setting = self.tasks.data_dir, "tasks.data_dir"
         checks: list[Callable[[], object]] = [
             *(partial(load_config, locate(model)) for model in self.models.values()),
@@ -223,7 +223,7 @@ class TableStudy(Study):
         return list(dict.fromkeys(sentences))
 
     def check(self) -> None:
-        """Raises UserError with everything that must be brought, and else for the first malformed file of a task.
+        """Raise a UserError with everything that the user must provide, or else for the first malformed file of a task.
 
         The tasks come after hours of training, so their data are read, or loaded from the hub, before it.
         """

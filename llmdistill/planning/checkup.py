@@ -182,7 +182,7 @@ def report_terms(dry: Mapping[str, TermSize]) -> Iterator[Finding]:
         if not math.isfinite(size.value + size.gradient):
             yield Finding("failure", f"term {name}", sentence, "it is not finite: check the models and their dtype")
         elif size.gradient == 0:
-            remedy = "it teaches nothing in this batch: check the labels, or give it the weight 0"
+            remedy = "it contributes nothing in this batch: check the labels, or give it the weight 0"
             yield Finding("warning", f"term {name}", sentence, remedy)
         elif name in uneven:
             yield Finding("warning", f"term {name}", sentence, uneven[name][1])

@@ -1,0 +1,1 @@
+"""Reports: tables, plots, pages and cards, from what runs left in their folders."""

@@ -1,1 +1,1 @@
-"""What leaves: dense, ONNX, few bits, and the plugin of vLLM."""
+"""Export formats: dense, few bits, ONNX, GGUF; and the plugin by which vLLM serves factorized students."""

@@ -1,4 +1,4 @@
-"""Truncated SVD by way of the Gram matrix (MaKD eq. 10-11), and the forms in which a product of a low rank is stored.
+"""Truncated SVD through the Gram matrix (MaKD eq. 10-11), and the forms in which a product of a low rank is stored.
 
 The decomposition is as good as the full SVD and for wide matrices several times faster; tall ones torch reduces by QR
 first, in about our time (scripts/bench/bench_factorize.py).

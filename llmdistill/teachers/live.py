@@ -93,16 +93,16 @@ class TeacherOnDemand:
     A run that is already trained and scored never loads it.
     """
 
-    def __init__(self, plan: TeacherPlan) -> None:
-        """Load nothing yet."""
-        self._plan = plan
+    def __init__(self, plan: TeacherPlan, head: HeadName | None = None) -> None:
+        """Load nothing yet; `head` is by default the one that the run needs."""
+        self._plan, self._head = plan, head
         self._loaded: LoadedTeacher | None = None
 
     def __call__(self, name: str = "") -> LoadedTeacher:
         """Return a loaded teacher; every rank must call it."""
         if name:  # only the steps run it, and they keep it
             return make_teacher(self._plan, name=name)
-        self._loaded = self._loaded or make_teacher(self._plan)
+        self._loaded = self._loaded or make_teacher(self._plan, head=self._head)
         return self._loaded
 
     def release(self) -> None:

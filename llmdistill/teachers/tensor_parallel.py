@@ -209,7 +209,7 @@ class TensorParallelTeacher(Teacher):
         self._rank, self._ranks = ranks.index(world.rank), len(ranks)
         is_all = self._ranks == world.size
         self._group = None if is_all else node_group()
-        # The shapes travel by way of the CPUs: a GPU's answer would make the host wait for all that it has launched.
+        # The shapes travel through the CPUs: to read them from a GPU, the host would wait for all that it has launched.
         needs_own = self._ranks > 1 and (world.device.type != "cpu" or not is_all)
         self._control = node_group("gloo") if needs_own else None
         config = model.model.config

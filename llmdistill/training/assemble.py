@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llmdistill.batch import Loader
+from llmdistill.batch import Batch, Loader
 from llmdistill.data.sampler import Share
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
@@ -32,7 +32,7 @@ from llmdistill.step.compile import check_compilers
 from llmdistill.step.tap_models import tap_student
 from llmdistill.students.convert import compress_folder, make_student
 from llmdistill.tasks.base import ScoredModel, TaskData
-from llmdistill.teachers.live import TeacherOnDemand, make_teacher
+from llmdistill.teachers.live import TeacherOnDemand
 from llmdistill.teachers.source import LoadedTeacher, TeacherContext
 from llmdistill.training.batch_source import LoaderParts
 from llmdistill.training.batches import batch_source
@@ -59,9 +59,9 @@ def make_untrained(plan: Plan, teacher: Callable[[], LoadedTeacher], data: TaskD
         settings, of_models, device = plan.config.student, plan.models, world.device
         # A decoder on no task has the head of the teacher's folder in the run too.
         is_whole = of_models.causal and plan.task.head is None
-        whole = teacher if is_whole else cache(lambda: make_teacher(plan, head="saved"))
-        weighted = measure_weights(plan, whole, data)
-        importance = measure_parts(plan, whole, data)
+        with_saved_head = teacher if is_whole else TeacherOnDemand(plan, head="saved")
+        weighted = measure_weights(plan, with_saved_head, data)
+        importance = measure_parts(plan, with_saved_head, data)
 
         def make() -> None:
             path = of_models.teacher_path
@@ -167,18 +167,21 @@ def make_trainer(
     loader: Loader,
 ) -> Trainer:
     """Create the trainer from engine, hooks, loader and method; `teacher` is called only if it runs in the steps."""
-    method, trained_by = plan.method, None
+    method, step_teacher = plan.method, None
     if plan.source is not None:
-        # A loader of its own, because that of the run may read a stream.
-        first_batch = lambda: data.loader(share_of(plan)).micro_batches(0)[0]  # noqa: E731  # used here alone
-        trained_by = plan.source.build(TeacherContext(plan, data, teacher, first_batch))
+
+        def first_batch() -> Batch:
+            # A loader of its own, because that of the run may read a stream.
+            return data.loader(share_of(plan)).micro_batches(0)[0]
+
+        step_teacher = plan.source.build(TeacherContext(plan, data, teacher, first_batch))
     if plan.layer_kernels == "compiled":
         print_main("Note        the layers are compiled, once: the first steps take longer (train.compile)")
     embeddings = None
-    if trained_by is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
+    if step_teacher is not None and {"sentence", "dense"} & method.projections.keys() and not has_dense(student_folder):
         # Of the student before the engine, which may shard its weights or round them.
         untrained = partial(load_student, plan, student_folder, torch.float32)
-        embeddings = nearest_rotation(method, untrained, trained_by, data.teacher_examples())
+        embeddings = nearest_rotation(method, untrained, step_teacher, data.teacher_examples())
     # The hooks come last, because they must wrap those of DeepSpeed.
     engine, projectors = make_engine(plan, student_folder, embeddings)
     return Trainer(
@@ -191,12 +194,12 @@ def make_trainer(
             vocabulary=plan.models.vocabulary,
             layer_kernels=plan.layer_kernels,
         ),
-        teacher=trained_by,
+        teacher=step_teacher,
         method=method,
         loader=batch_source(plan).make_loader(
             LoaderParts(
                 loader=loader,
-                teacher=trained_by,
+                teacher=step_teacher,
                 engine=engine,
                 tokenizer=data.tokenizer,
                 save=student_saver(plan, student_folder, engine),

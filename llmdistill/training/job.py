@@ -169,14 +169,14 @@ def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = 
         warning = nearness.measure(key, name, load)
         return [] if warning is None else [warning]
 
-    lost = measure("untrained", "untrained", untrained)
-    for warning in lost:
+    start_warnings = measure("untrained", "untrained", untrained)
+    for warning in start_warnings:
         warn_main(warning)
-    warnings = [*warnings, *lost]
+    warnings = [*warnings, *start_warnings]
     if not plan.runs_teacher:
         teacher.release()
 
-    led_away = list[str]()
+    end_warnings = list[str]()
     if plan.trains:
         if not exists_on_main(trained / "config.json"):
             with _open_training(plan, untrained, trained, teacher, data, callbacks) as (trainer, start, watching):
@@ -186,13 +186,13 @@ def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = 
             teacher.release()
             free_memory(world.device)  # scoring has the room of the engine and the teacher
         score("student", trained)
-        led_away = measure("student", "trained", trained)
+        end_warnings = measure("student", "trained", trained)
 
     if world.is_main:
-        ended = [*diverged(read_metrics_log(plan.folder)), *led_away]
-        for warning in ended:
+        end_warnings = [*diverged(read_metrics_log(plan.folder)), *end_warnings]
+        for warning in end_warnings:
             warn_main(warning)
-        warnings = [*warnings, *ended]
+        warnings = [*warnings, *end_warnings]
         _report(plan, data, summaries, warnings, nearness.measured, seconds=time.perf_counter() - began)
 
 

@@ -1,4 +1,7 @@
-"""The training loop: batch, teach, learn, backward, step. It knows no model family, file format or paper."""
+"""The training loop: a batch, the teacher's targets, the student's losses, the backward pass, the optimizer's step.
+
+It knows no model family, file format or paper.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ class Trainer:
         the global counts in the order of POSITIONS.
         """
         batches = [self.to_device(batch) for batch in micro_batches]
-        # Before any forward pass, because that makes the gradients of the terms, with the divisors in them.
+        # Before the forward passes, which compute the gradients of the terms, the divisors included.
         counts = global_counts(batches)
         # A batch without a position of one kind has a sum of 0 there, and 0 / 1 is 0.
         divisors = dict(zip(POSITIONS, counts.clamp(min=1), strict=True))
@@ -87,7 +90,7 @@ class Trainer:
                 teacher_outputs = self.compute_targets(batch)
             losses = self.student.compute_losses(batch, self.method.bind_terms(teacher_outputs, batch, divisors))
             self.engine.backward(losses.total * undo_average)
-            # DeepSpeed counts the micro batches, and steps the optimizer at the last one alone.
+            # DeepSpeed counts the micro batches, and steps the optimizer only at the last one.
             self.engine.step()
             sums = {name: loss.sum / divisors[self.method.positions[name]] for name, loss in losses.terms.items()}
             values.append(torch.stack([sums.get(name, nothing) for name in self.method.weights]))
@@ -100,7 +103,7 @@ class Trainer:
         return batch.with_positions(shift=shift).to(World.current().device)
 
     def compute_targets(self, batch: Batch, method: Method | None = None) -> Outputs | None:
-        """Return what a method, by default the run's, asks of the teacher; None if it needs none."""
+        """Return the teacher's outputs that a method, by default the run's, needs; None if it needs no teacher."""
         method = self.method if method is None else method
         if self.teacher is None or not method.needs_teacher:
             return None
@@ -141,8 +144,7 @@ class Trainer:
 
     def _seed(self, step: int) -> None:
         """Seed torch by the run's seed, the step and the rank, so that a resumed run draws the same random numbers."""
-        # Collisions do not occur in practice.
-        # The ranks draw different dropout.
+        # Ranks draw different dropout. The factors keep the seeds of different runs, steps and ranks apart in practice.
         torch.manual_seed((self.seed * 1_000_003 + step) * 65_537 + World.current().rank)
 
 

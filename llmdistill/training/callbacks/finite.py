@@ -149,11 +149,11 @@ class FiniteSteps:
     def check_student(self, step: int) -> None:
         """Check what would be saved after a step: a finite step of a large learning rate can overflow the weights."""
         # What a checkpoint saves: weights in the precision of the optimizer, and moments.
-        held = fragments(self.trainer.engine)
-        is_finite = torch.stack([fragment.read().isfinite().all() for fragment in held]).tolist() if held else []
-        own = next((fragment for fragment, fine in zip(held, is_finite, strict=True) if not fine), None)
-        all_wrong = gather_objects(None if own is None else f"{own.kind} of {own.name}")
-        wrong = next((name for name in all_wrong if name is not None), None)
+        state = fragments(self.trainer.engine)
+        is_finite = torch.stack([fragment.read().isfinite().all() for fragment in state]).tolist() if state else []
+        broken = next((fragment for fragment, fine in zip(state, is_finite, strict=True) if not fine), None)
+        of_ranks = gather_objects(None if broken is None else f"{broken.kind} of {broken.name}")
+        wrong = next((name for name in of_ranks if name is not None), None)
         if wrong is not None:
             why = f"the {wrong} is not finite after step {step}, so nothing is saved any more: {LOWER}"
             end_run(self.trainer, self.folder, step, why)

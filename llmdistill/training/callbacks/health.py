@@ -1,4 +1,4 @@
-"""Whether a training is healthy: finite numbers, a loss that does not jump, terms that teach."""
+"""Whether a training is healthy: finite numbers, a loss that does not jump, terms that contribute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warns, once for each finding, of a loss that diverges or jumps, and of terms that teach nothing."""
+"""Warns, once for each finding, of a loss that diverges or jumps, and of terms that contribute nothing."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class LossWatch:
         if self._steps == _FEWEST and self._always_zero:
             names = ", ".join(sorted(self._always_zero))
             warnings.append(
-                f"term {names} was 0 in each of the first {_FEWEST} steps: it teaches nothing; check the labels, or "
-                "give it the weight 0"
+                f"term {names} was 0 in each of the first {_FEWEST} steps: it contributes nothing; check the labels, "
+                "or give it the weight 0"
             )
         loss = sum(weight * values[name] for name, weight in self._weights.items())
         if is_diverged(loss, self.lowest) and not self._diverged:

@@ -26,7 +26,8 @@ class ServerAnswers:
 
     def after_step(self, state: TrainState) -> None:
         """See Callback: find whether a server is lost, or refuses an example. Every rank must call it."""
-        if state.is_last or (state.signal and not state.is_due(state.settings.log_every)):  # a row is told of them
+        # After a signal the next step is not trained, but a row of the log compares the models on its batch.
+        if state.is_last or (state.signal and not state.is_due(state.settings.log_every)):
             return
         trainer, teacher = self.trainer, self.trainer.teacher
         try:

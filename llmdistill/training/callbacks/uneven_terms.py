@@ -20,7 +20,7 @@ from llmdistill.training.callbacks.base import TrainState
 from llmdistill.training.trainer import Trainer
 
 SMALL = 1e-3
-"""Share of the gradient below which a term hardly teaches."""
+"""Share of the gradient below which a term contributes next to nothing."""
 LARGE = 0.8
 """Share of the gradient above which a term leaves little to the others."""
 _MEASURED_STEP = 10
@@ -61,7 +61,7 @@ def uneven_terms(gradients: Mapping[str, float]) -> dict[str, tuple[float, str]]
     total, uneven = math.fsum(gradients.values()), {}
     for name, norm in gradients.items():
         if norm < SMALL * total:
-            remedy = "it hardly teaches: give it a larger weight, or the weight 0 to save its time"
+            remedy = "it contributes little: give it a larger weight, or the weight 0 to save its time"
             uneven[name] = norm / total, remedy
         elif norm > LARGE * total and len(gradients) > 1:
             remedy = (
