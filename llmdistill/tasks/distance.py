@@ -146,7 +146,7 @@ def compare_rows(teacher: Sequence[ModelRows], student: Sequence[ModelRows]) -> 
 def _on(seen: HeadInputs, count: int) -> HeadInputs:
     """Return the first rows, with the head, on the device of this rank."""
     device = World.current().device
-    weight, bias = (None if each is None else each.to(device) for each in (seen.weight, seen.bias))
+    weight, bias = (None if tensor is None else tensor.to(device) for tensor in (seen.weight, seen.bias))
     return HeadInputs(to_device_later(seen.rows[:count], device), weight, bias)
 
 
