@@ -157,8 +157,6 @@ def test_a_teacher_of_ones_own_is_learned_from(capfd):
     assert history[-1]["forward_kl"] < history[0]["forward_kl"]
     with pytest.raises(UserError, match=r"teacher\.source wize: .*did you mean wise"):
         source_of(TeacherConfig(source="wize"))
-    with pytest.raises(FieldError, match=r"source is wise, but there is teacher\.cache too"):
-        TeacherConfig(source="wise", cache="runs/cache")
 
 
 def test_settings_of_ones_own_teacher_are_checked():
