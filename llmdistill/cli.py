@@ -338,7 +338,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {
     ),
     "write": ("let a teacher write its own training data", _of_module("write", True)),
     "generate": ("let a teacher answer prompts, as training data for SeqKD", _of_module("generate", True)),
-    "export": ("write a student as ONNX, GGUF, or a stock model", export),
+    "export": ("write a student as ONNX, GGUF, few bits, or a stock model", export),
     "push": ("upload a student with its model card to the Hugging Face hub", _of_module("push")),
     "evaluate": ("score models: ROUGE-L of answers, tasks after fine-tuning, or zero-shot tasks", evaluate),
 }
