@@ -36,8 +36,8 @@ def causal_by_classes(config: PreTrainedConfig) -> bool:
         raise UserError(f"{name} has several models of text, which is not supported: take one of them alone") from None
     if text is not config:
         raise UserError(
-            f"{name} reads more than text: take its language model alone, saved as a model of its own "
-            f"(model_type {text.model_type})"
+            f"{name} reads more than text: take its language model alone, which scripts/examples/"
+            "language_model_alone.py of a checkout saves as a model of its own"
         )
     causal, masked = (name in names for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES))
     if not causal and not masked:

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from byte_tokenizers import byte_level
 from pages import ROOT
 from tiny import save_decoder, tiny_config
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, BertModel
 
 from llmdistill.embedded import locate
+from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
+from llmdistill.models.configs import load_config
+from llmdistill.models.load import load_model
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +105,38 @@ def test_my_own_loss(capsys):
     losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+SEES = {
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text", "sliding_window": 8},
+        "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 1, "image_size": 28},
+    },
+    "qwen2_vl": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+        "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SEES)
+def test_language_model_alone(kind, capsys):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 0}
+    parts = {name: {**part, **(sizes | heads if name == "text_config" else {})} for name, part in SEES[kind].items()}
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **parts)).eval()
+    whole.save_pretrained("whole")
+    byte_level(264).save_pretrained("whole")
+    with pytest.raises(UserError, match="take its language model alone, which scripts/examples/language_model_alone"):
+        load_config("whole")
+    run("language_model_alone.py", "--model", "whole", "--output", "alone")
+    tokens = torch.arange(100, 120)[None]
+    alone = load_model("alone", dtype=torch.float32)
+    torch.testing.assert_close(alone(tokens).logits, whole(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)
+    ids = [tokenizer("Where is it?").input_ids for tokenizer in map(AutoTokenizer.from_pretrained, ("alone", "whole"))]
+    assert ids[0] == ids[1]
+    assert f"{alone.num_parameters():,} of {whole.num_parameters():,} parameters" in capsys.readouterr().out
 
 
 def test_other_tokenizer(capsys):
