@@ -14,6 +14,7 @@ from unittest.mock import patch
 import bench_calibration
 import bench_host
 import bench_llama
+import bench_pretrained
 import bench_scale
 import bench_serve
 import bench_tokens
@@ -348,3 +349,15 @@ def test_what_is_missing_or_too_large_is_an_error_of_its_line(monkeypatch):
     ours, theirs = torch.multiprocessing.Pipe(duplex=False)
     bench_llama.be_the_process(theirs, bench_llama.TINY["tiny"], "trl", "cpu", 1)
     assert "trl" in ours.recv()["error"]
+
+
+def test_a_pretrained_decoder_is_timed_part_by_part(capsys, monkeypatch):
+    small = "--answers 2 --examples 2 --max_prompt_length 64 --max_length 72 --sizes 60% 70%"
+    monkeypatch.setattr(sys, "argv", ["bench_pretrained.py", *small.split()])
+    monkeypatch.setenv("LLMDISTILL_CACHE", "unused")
+    bench_pretrained.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    parts = ["find or dequantize the model", "load, and write answers", "compress", "another size"]
+    assert [line["part"] for line in lines] == parts
+    assert 2 <= lines[1]["tokens"] <= 16
+    assert 0.5 < lines[2]["parameters"] / 1_220_000 < 0.62 < lines[3]["parameters"] / 1_220_000 < 0.72
