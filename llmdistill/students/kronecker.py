@@ -123,6 +123,15 @@ def kronecker_params(m: int, n: int, shape: KroneckerShape) -> int:
     return shape.sums * (shape.m1 * shape.n1 + m2 * n2)
 
 
+def suits_matrix_units(m: int, n: int, shape: KroneckerShape) -> bool:
+    """Return whether a GPU's kernels for bf16 multiply the larger factor at full speed: its sides are multiples of 8.
+
+    It is multiplied with all tokens as one matrix. In matrices with a side below 256 any factor will do, as for ranks.
+    """
+    larger = max(second_factor(m, n, shape), (shape.m1, shape.n1), key=math.prod)
+    return min(m, n) < 256 or all(side % 8 == 0 for side in larger)
+
+
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, in ascending order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]

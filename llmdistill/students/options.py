@@ -22,6 +22,7 @@ from llmdistill.students.kronecker import (
     kronecker_params,
     most_sums,
     rearrange,
+    suits_matrix_units,
 )
 
 SAMPLED_LAYERS = 3
@@ -69,6 +70,7 @@ class Group:
         m, n, sums, count = self.m, self.n, self.sums, len(self.members)
         shapes = [KroneckerShape(m1, n1, sums) for m1 in divisors(m) for n1 in divisors(n)]
         shapes = [s for s in shapes if sums <= most_sums(m, n, s) and kronecker_params(m, n, s) < m * n]
+        shapes = [s for s in shapes if suits_matrix_units(m, n, s)] or shapes
         params = count * np.array([m * n, *(kronecker_params(m, n, shape) for shape in shapes)], dtype=float)
         swapped = sum(self.members.values())
         one = [dense_flops(m, n), *(kronecker_flops(m, n, shape) for shape in shapes)]

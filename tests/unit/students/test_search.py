@@ -132,6 +132,25 @@ def test_it_is_the_best_of_all_combinations(sums, max_flops):
             assert each.flops_share == each.flops_per_token / dense
 
 
+def test_the_larger_factor_suits_a_gpu_where_the_matrix_is_wide():
+    def listed(m, n):
+        found = options.Group(label="", m=m, n=n, sums=1, members={"": False}).costs().choices
+        return {(each.m1, each.n1) for each in found if each is not None}
+
+    wide = listed(1200, 600)
+    assert wide == {
+        (m1, n1)
+        for m1, n1 in itertools.product(divisors(1200), divisors(600))
+        if (m1 % 8 == n1 % 8 == 0 and m1 * n1 >= 1200 * 600 // (m1 * n1))
+        or (1200 // m1 % 8 == 600 // n1 % 8 == 0 and m1 * n1 <= 1200 * 600 // (m1 * n1))
+        if m1 * n1 + 1200 * 600 // (m1 * n1) < 1200 * 600
+    }
+    assert (2, 3) in wide
+    assert (3, 2) not in wide, "600 / 2 = 300 is no multiple of 8"
+    assert (3, 2) in listed(240, 600), "narrow matrices have all shapes"
+    assert (3, 3) in listed(297, 297), "where no shape suits, all are tried"
+
+
 def test_errors_of_few_layers_stand_for_all(monkeypatch):
     """Layers that are all alike: three of them tell the error of seven exactly."""
     model = bert(layers=7)
