@@ -309,9 +309,7 @@ def distill(
     """
     from llmdistill.studies.distillation import run_chain  # the other functions need no libraries of training
 
-    if teacher is None:
-        raise UserError("teacher is None: give a transformers PreTrainedModel, a folder or a hub name")
-    check_model_types(teacher=teacher, student=student)
+    check_model_types(teacher=teacher, **({} if student is None else {"student": student}))
     given = RunInputs(teacher, student, data, valid, dict(tests or {}), tokenizer, ds_config)
     config = given.make_config({**(settings or {}), "method": method}, keywords, output_dir)
     with guest():

@@ -217,8 +217,10 @@ def evaluation_mode(model: Model, *, head: HeadName) -> Iterator[PreTrainedModel
 def check_model_types(**models: object) -> None:
     """Raise UserError for a value that is neither a transformers model nor the name of one."""
     for role, model in models.items():
-        if model is not None and not isinstance(model, PreTrainedModel | str | Path):
+        if not isinstance(model, PreTrainedModel | str | Path):
+            kind = "None" if model is None else f"a {type(model).__name__}"
             raise UserError(
-                f"{role} is a {type(model).__name__}: give a transformers PreTrainedModel, a folder or a hub "
-                "name (unwrap an engine's or a parallel model's with .module, merge adapters with merge_and_unload())"
+                f"{role} is {kind}: give a transformers PreTrainedModel, a folder or a hub "
+                "name (unwrap an engine's or a parallel model's with .module, a compiled one with ._orig_mod, merge "
+                "adapters with merge_and_unload())"
             )

@@ -214,6 +214,8 @@ class TestDistill:
     (lambda model, _: llmdistill.export(model, "out", data=ROWS), "data is a list: give a file, or the name of a set"),
     (lambda model, _: llmdistill.export(model, "out", group_size=0), "group_size are for 'int8' and 'int4'"),
     (lambda model, _: llmdistill.distill(None, model, ROWS), "teacher is None: give a transformers PreTrainedModel"),
+    (lambda *_: llmdistill.evaluate(None, ROWS), "model is None: give a transformers PreTrainedModel"),
+    (lambda model, _: llmdistill.sizes(torch.compile(model), rank=8), r"model is a OptimizedModule.*\._orig_mod"),
     (lambda _, folder: llmdistill.evaluate(folder, [ROWS[0], {"instruction": "What?"}]), 'row 2: the key "output"'),
     (lambda _, folder: llmdistill.evaluate(folder, ROWS, decodin="greedy"), "did you mean decoding"),
     (lambda _, folder: llmdistill.distill(folder, folder, ROWS, stesp=3), "stesp.*did you mean train.steps"),
