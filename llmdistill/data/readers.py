@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -199,13 +200,17 @@ def _read_csv(path: Path) -> Rows:
     # The csv module needs the line ends as they are, because a quoted cell may hold them.
     lines = text_lines(path, newline="")
     header = next(lines, "")
+    declared = re.fullmatch(r"sep=(.)\s*", header, re.IGNORECASE)  # a line for Excel before the header
+    above = 0 if declared is None else 1
+    header = header if declared is None else next(lines, "")
     # Excel writes semicolons wherever numbers have a decimal comma. A name of a column has none of these.
-    separator = "," if "," in header else max(",;\t", key=header.count)
+    usual = "," if "," in header else max(",;\t", key=header.count)
+    separator = usual if declared is None else declared[1]
     reader = csv.reader(chain([header], lines), delimiter=separator, strict=True)
 
     def records() -> Iterator[tuple[list[str], int]]:
         while True:
-            first = reader.line_num + 1
+            first = above + reader.line_num + 1
             try:
                 cells = next(reader)
             except StopIteration:

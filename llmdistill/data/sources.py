@@ -28,7 +28,7 @@ from llmdistill.data.references import local_files, parts_of
 from llmdistill.data.rows import FORMAT_KEYS, describe_left_out, parse_rows
 from llmdistill.embedded import locate_data
 from llmdistill.errors import UserError
-from llmdistill.files import has_half_surrogate, write_text
+from llmdistill.files import LFS_REMEDY, has_half_surrogate, is_lfs_pointer, write_text
 from llmdistill.fingerprints import digest
 from llmdistill.messages import say
 from llmdistill.progress import progress
@@ -133,6 +133,8 @@ def open_rows(reference: str | Path, *, streaming: bool = False) -> Rows:
 def _open_set(reference: str, streaming: bool) -> Rows:
     files, path = local_files(reference), locate_data(reference)
     if files is not None:
+        if (pointer := next(filter(is_lfs_pointer, files), None)) is not None:
+            raise UserError(f"{pointer}: {LFS_REMEDY}")
         return chain.from_iterable(READERS.get(file.suffix.lower(), read_jsonl)(file) for file in files)
     if os.path.isdir(path):
         # Its import is slow, and files do not need it.

@@ -87,6 +87,15 @@ class TestTablesOfText:
         (tmp_path / "a.csv").write_text("instruction,output,a;b;c\nx;y,z,w\n", encoding="utf-8")
         assert read(tmp_path / "a.csv") == [{"instruction": "x;y", "output": "z", "a;b;c": "w"}]
 
+    @pytest.mark.parametrize("separator", [";", "|"])
+    def test_a_separator_that_is_declared_for_excel(self, tmp_path, separator):
+        text = f"instruction{separator}output\r\na, b{separator}c\r\n"
+        plain, declared = tmp_path / "plain.csv", tmp_path / "a.csv"
+        plain.write_text(text, encoding="utf-8", newline="")
+        declared.write_text(f"sep={separator}\r\n{text}", encoding="utf-8", newline="")
+        assert read(declared) == as_pandas(plain, separator) == [{"instruction": "a, b", "output": "c"}]
+        assert [place for _, place in READERS[".csv"](declared)] == [f"{declared}:3"]
+
     def test_a_quote_in_a_tsv_that_is_not_quoted(self, tmp_path):
         path = tmp_path / "a.tsv"
         path.write_text('a\tb\n"x\ty\n\nz\t"w" v\nq\t"open\n\n"\t""\n"r"\ts\n', encoding="utf-8")
@@ -101,6 +110,13 @@ def test_a_file_that_is_no_text_is_named_with_its_remedy(tmp_path, ending, said)
     path = tmp_path / f"a.jsonl.{ending}"
     path.write_bytes(gzip.compress(b'{"instruction": "a", "output": "b"}\n'))
     refuses(f"{path} {said}", read_examples, path)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_a_pointer_of_git_lfs_is_no_set(tmp_path, ending):
+    path = tmp_path / f"a.{ending}"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    refuses(f"{path}: it is a pointer of Git LFS", read_examples, path)
 
 
 class TestWhatIsTooLarge:
