@@ -204,8 +204,8 @@ def _read_csv(path: Path) -> Rows:
     above = 0 if declared is None else 1
     header = header if declared is None else next(lines, "")
     # Excel writes semicolons wherever numbers have a decimal comma. A name of a column has none of these.
-    usual = "," if "," in header else max(",;\t", key=header.count)
-    separator = usual if declared is None else declared[1]
+    separator = "," if "," in header else max(",;\t", key=header.count)
+    separator = separator if declared is None else declared[1]
     reader = csv.reader(chain([header], lines), delimiter=separator, strict=True)
 
     def records() -> Iterator[tuple[list[str], int]]:
