@@ -82,6 +82,12 @@ def read_sentence_settings(source: Path | str) -> SentenceSettings | None:
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise UserError(f"{folder / _FURTHER_FILE}: prompts is no object of texts; copy the file from the model anew")
     prompts = {key: text or "" for key, text in prompts.items()}
+    # sentence-transformers does not load such a model; query and document are empty there by default.
+    if name is not None and str(name) not in {*prompts, "query", "document"}:
+        raise UserError(
+            f"{folder / _FURTHER_FILE}: default_prompt_name is {name!r}, which is none of prompts "
+            f"({', '.join(prompts) or 'there are none'}); correct it, or remove the key"
+        )
     of_pooling = _read_optional(at_pooling)
     modes = of_pooling.get("pooling_mode")
     if modes is None:  # written by an older version of sentence-transformers

@@ -51,6 +51,7 @@ def test_settings_of_both_forms_of_the_files(tmp_path):
     (KINDS, {"pooling": []}, "a list, not an object"),
     (KINDS, {"sentence_bert_config": {"max_seq_length": 0}}, "max_seq_length is 0"),
     (KINDS, {"config_sentence_transformers": {"prompts": {"query": 3}}}, "prompts is no object of texts"),
+    (KINDS, {"config_sentence_transformers": {"prompts": {"w": ""}, "default_prompt_name": "v"}}, "name is 'v', which"),
 ])  # fmt: skip
 def test_other_models_are_refused(tmp_path, kinds, files, said):
     with pytest.raises(UserError, match=said):
