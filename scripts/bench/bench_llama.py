@@ -136,7 +136,9 @@ def measure(case: Case, step: Callable[[], float], setting: Setting, repeats: in
         wait(device)
         seconds.append(time.perf_counter() - began)
     median, tokens = statistics.median(seconds), setting.ids.numel()
-    teacher, student = (sum(one.numel() for one in model.parameters()) for model in (setting.teacher, setting.student))
+    # Anew, as few bits and a cache leave other parameters of the one that taught.
+    whole = make_model(case.teacher, torch.device("meta"))
+    teacher, student = (sum(one.numel() for one in model.parameters()) for model in (whole, setting.student))
     run_here = 0 if setting.teacher.device.type == "meta" else teacher  # not from a cache
     peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
     return {
