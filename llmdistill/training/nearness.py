@@ -25,7 +25,7 @@ from llmdistill.report.table import MODELS
 from llmdistill.report.tables import print_table
 from llmdistill.runtime.distributed import World, broadcast_object, on_main
 from llmdistill.runtime.terminal import print_main
-from llmdistill.tasks.base import HeldOutQuestion, TaskData
+from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.distance import HOPELESS, Distance, ModelRows, compare_rows, cut_to_tokens, read_rows
 from llmdistill.tasks.rouge import rouge_l
 from llmdistill.teachers.live import TeacherOnDemand
@@ -76,10 +76,6 @@ class Nearness:
     def _rows(self) -> tuple[list[Batch], str]:
         batches, name = self.data.comparison_batches()
         return cut_to_tokens(batches), name
-
-    @cached_property
-    def _questions(self) -> list[HeldOutQuestion]:
-        return self.data.held_out_questions()
 
     @cached_property
     def _teacher_rows(self) -> list[ModelRows]:
@@ -146,7 +142,7 @@ class Nearness:
 
     def _answer(self, key: str, model: PreTrainedModel, *, sharded: bool = False) -> dict[str, Any]:
         """Let a model answer the questions, keep its answers in a file, and return their ROUGE-L."""
-        questions = self._questions
+        questions = self.data.held_out_questions()
         if not questions:
             return {}
         longest = max(len(question.prompt_ids) for question in questions)
