@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmdistill.config import LoraConfig
 from llmdistill.errors import UserError
-from llmdistill.files import read_json
+from llmdistill.files import LFS_REMEDY, is_lfs_pointer, read_json
 from llmdistill.models.families import layers_of
 from llmdistill.models.general import is_linear
 from llmdistill.models.student_form import StudentForm
@@ -409,6 +409,8 @@ def _matches(name: str, target: str) -> bool:
 
 
 def _misfit_error(folder: Path, base: PreTrainedModel, reason: str) -> UserError:
+    if is_lfs_pointer(folder / WEIGHTS_FILE):
+        return UserError(f"{folder / WEIGHTS_FILE}: {LFS_REMEDY}")
     return UserError(
         f"{folder}: the adapter does not fit its base, a {type(base).__name__} ({_shorten(reason)}): "
         f"correct base_model_name_or_path in {CONFIG_FILE}"

@@ -37,7 +37,10 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     if folder is not None:
         file = folder / "config.json"
         if not file.is_file():
-            raise UserError(f"{file}: no such file: a model's folder needs its config.json")
+            # The output of a Trainer has checkpoints, and that of a run its student.
+            inside = sorted(folder.glob("*/config.json"), key=lambda inner: (inner.stat().st_mtime, str(inner)))
+            newest = f"; give the folder inside that has one, such as {inside[-1].parent}" if inside else ""
+            raise UserError(f"{file}: no such file: a model's folder needs its config.json{newest}")
         content = read_json(file)
         if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
             raise UserError(f"{file}: it names no model_type: take the config.json that belongs to the model")

@@ -1,4 +1,5 @@
 import json
+import os
 import sys
 
 import pytest
@@ -94,6 +95,12 @@ def test_a_missing_weight_is_named_and_excused_by_no_new_head(tmp_path):
 def test_bad_folders(tmp_path):
     with pytest.raises(UserError, match="nowhere: no such folder"):
         load_config(tmp_path / "nowhere")
+    for step, name in enumerate(("checkpoint-10", "checkpoint-9")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        os.utime(tmp_path / name / "config.json", (step, step))
+    with pytest.raises(UserError, match=r"config\.json; give the folder inside that has one, .*checkpoint-9$"):
+        load_config(tmp_path)
     file = tmp_path / "config.json"
     file.write_text('{\n "model_type": "llama",\n oops')
     with pytest.raises(UserError, match=r"config\.json:3: not valid JSON"):
