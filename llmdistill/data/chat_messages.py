@@ -120,7 +120,10 @@ def parse_messages(value: object, key: str, source: str) -> Messages:
     """
     if not is_list(value) or not len(value):
         raise UserError(f'{source}: "{key}" is {excerpt(value)}; give a list of messages with role and content')
-    if _are_of_a_table(value):
+    # In a table, such as pandas and datasets write to JSONL, all messages have the same keys, and arguments of calls
+    # the names of all calls, with null for what one lacks. Elsewhere a null inside of a value may be meant.
+    has_equal_keys = all(isinstance(message, Mapping) and message.keys() == value[0].keys() for message in value)
+    if has_equal_keys and len(value) > 1 and any(cell is None for message in value for cell in message.values()):
         value = [without_nulls(message) for message in value]
     turns: list[Turn] = []
     last = ""
@@ -133,19 +136,6 @@ def parse_messages(value: object, key: str, source: str) -> Messages:
         turns.append(turn)
         last = name
     return tuple(turns)
-
-
-def _are_of_a_table(messages: Sequence[Any]) -> bool:
-    """Return whether messages got nulls in a table, such as those that pandas and datasets write to JSONL.
-
-    A table gives all messages the same keys, and all arguments of calls the names of all calls, with null for those
-    that they lack. Elsewhere a null inside of a value may be meant.
-    """
-    return (
-        len(messages) > 1
-        and all(isinstance(message, Mapping) and message.keys() == messages[0].keys() for message in messages)
-        and any(value is None for message in messages for value in message.values())
-    )
 
 
 def _parse_message(message: object, where: str) -> tuple[str, Turn]:
@@ -272,13 +262,6 @@ def _parse_call(call: object, key: str, where: str) -> dict[str, Any]:
     return {"type": "function", **others, "function": function}
 
 
-def _has_null_parameter(tool: Any) -> bool:
-    """Return whether a tool has a parameter that is null, which it got in a table that holds other tools."""
-    for key in ("function", "parameters", "properties"):
-        tool = tool.get(key, tool) if isinstance(tool, Mapping) else None
-    return isinstance(tool, Mapping) and None in tool.values()
-
-
 def as_tools(value: object, key: str, source: str) -> tuple[Mapping[str, Any], ...]:
     """Return the tools of a row, given as a list or as a text of JSON, as chat templates take them.
 
@@ -290,7 +273,11 @@ def as_tools(value: object, key: str, source: str) -> tuple[Mapping[str, Any], .
     for tool in as_list(tools, key, source):
         if not isinstance(tool, Mapping):
             raise UserError(f'{source}: "{key}" has {excerpt(tool)}; give objects that describe functions')
-        if _has_null_parameter(tool):
+        parameters: Any = tool
+        for part in ("function", "parameters", "properties"):
+            parameters = parameters.get(part, parameters) if isinstance(parameters, Mapping) else None
+        # Those of other tools, which a table gives to this one as nulls
+        if isinstance(parameters, Mapping) and None in parameters.values():
             tool = without_nulls(tool)
         is_bare = "name" in tool and "function" not in tool and tool.get("type", "function") == "function"
         bare = {name: part for name, part in tool.items() if name != "type"}

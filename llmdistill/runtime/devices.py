@@ -13,8 +13,6 @@ from typing import Literal, cast
 
 import torch
 
-from llmdistill.runtime.terminal import warn_main
-
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -49,13 +47,14 @@ def emulates_bf16() -> bool:
     return has.get("architecture") == "x86_64" and not (has.get("avx512_bf16") or has.get("amx_bf16"))
 
 
-def warn_of_emulation(dtype: torch.dtype, device: torch.device) -> None:
-    """Warn of bf16 on a processor that emulates it. Plans are for other machines too, so that only a run calls this."""
-    if dtype == torch.bfloat16 and device.type == "cpu" and emulates_bf16():
-        warn_main(
-            "this processor has no instructions for bf16 and emulates its products, some ten times slower than fp32: "
-            "set train.dtype to fp32"
-        )
+def emulation_warning(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return a warning of bf16 on a processor that emulates it, else None; for a run, as a plan is for any machine."""
+    if dtype != torch.bfloat16 or device.type != "cpu" or not emulates_bf16():
+        return None
+    return (
+        "this processor has no instructions for bf16 and emulates its products, some ten times slower than fp32: set "
+        "train.dtype to fp32"
+    )
 
 
 def has_compiler(*more: str) -> bool:

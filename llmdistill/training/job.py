@@ -20,7 +20,7 @@ from llmdistill.models.load import folder_damage, load_model
 from llmdistill.report.metrics_log import read_metrics_log
 from llmdistill.report.table import describe_best, execution_record, fill_scores, finish_report
 from llmdistill.runtime import signals
-from llmdistill.runtime.devices import free_memory, warn_of_emulation
+from llmdistill.runtime.devices import emulation_warning, free_memory
 from llmdistill.runtime.distributed import World, exists_on_main, on_main
 from llmdistill.runtime.engine import learning_rate, monitor_of
 from llmdistill.runtime.terminal import print_main, warn_main
@@ -125,7 +125,9 @@ def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = 
         cost = on_main(lambda: forecast(plan, world.device))
         if cost is not None:
             print_main(f"Cost        {cost}")
-    warn_of_emulation(plan.models.dtype, world.device)
+    emulated = emulation_warning(plan.models.dtype, world.device)
+    if emulated is not None:
+        warn_main(emulated)
     book = ScoreBook(plan.folder, data)
     summaries: dict[str, dict[str, Any]] = {}
     scored = {*plan.config.scoring.models} & {*plan.task.scored}
