@@ -318,6 +318,9 @@ class MethodStudy(Study):
             )
         if self.sizes and self.recipe.student.model is not None:
             raise UserError("--sizes cuts the teacher to several sizes, but student.model gives one: leave one out")
+        repeated = next((size for size in self.sizes if self.sizes.count(size) > 1), None)
+        if repeated is not None:
+            raise UserError(f"--sizes: {repeated} is there twice; name it once")
         if any(start.name for start in self.starts):
             check_starts(self.recipe.student)
         for variant in self.trained():

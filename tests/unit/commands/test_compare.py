@@ -50,6 +50,7 @@ def test_a_suite_runs_on_any_teacher(capsys, tmp_path) -> None:
         (["--methods", "kd", "--data.on_policy", "1"], "data.on_policy 1 leaves no labels to learn, but kd.ratio"),
         ([*TEXT, "--teacher.model", "{encoder}"], "is an encoder (bert), which has no perplexity: take a decoder, a"),
         (["--sizes", "9999"], "9999"),
+        (["--sizes", "20,40%,20"], "--sizes: 20 is there twice; name it once"),
         ([*TEXT, "--methods", "kd,seqkd"], "seqkd learns from answers that a model writes to instructions"),
         ([*TEXT, "--data.tests.valid", "a.txt"], "data.tests.valid: that name is the validation text's"),
         ([*TEXT, "--data.valid", "v.jsonl"], "data.valid v.jsonl is no plain text (.txt), whose perplexity chooses"),
