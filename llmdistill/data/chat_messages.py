@@ -273,9 +273,9 @@ def as_tools(value: object, key: str, source: str) -> tuple[Mapping[str, Any], .
     for tool in as_list(tools, key, source):
         if not isinstance(tool, Mapping):
             raise UserError(f'{source}: "{key}" has {excerpt(tool)}; give objects that describe functions')
-        parameters: Any = tool
-        for part in ("function", "parameters", "properties"):
-            parameters = parameters.get(part, parameters) if isinstance(parameters, Mapping) else None
+        parameters: Any = tool.get("function", tool)
+        for part in ("parameters", "properties"):
+            parameters = parameters.get(part) if isinstance(parameters, Mapping) else None
         # Those of other tools, which a table gives to this one as nulls
         if isinstance(parameters, Mapping) and None in parameters.values():
             tool = without_nulls(tool)
