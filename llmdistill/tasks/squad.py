@@ -559,7 +559,7 @@ def _file_rows(path: Path) -> Rows:
                     listed = [] if question.get("is_impossible") else question["answers"]
                     row = {**question, "context": paragraph["context"], "answers": listed}
                     yield row, f"{place}, question {question.get('id')}"
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{place}: not in the official format ({type(error).__name__}: {error}); take a file that is"
             ) from error
