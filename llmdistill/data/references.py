@@ -81,6 +81,11 @@ def data_fingerprint(reference: str) -> str:
     return content_fingerprint([[fingerprint(part.reference), part.weight] for part in parts])
 
 
+def is_saved_set(path: Path) -> bool:
+    """Return whether a folder is a Dataset that `save_to_disk` of the datasets library wrote."""
+    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+
+
 def local_files(reference: str) -> list[Path] | None:
     """Return the file of a set, or those of a folder in the order of their names.
 
@@ -92,11 +97,10 @@ def local_files(reference: str) -> list[Path] | None:
     path = locate_data(reference)
     if not os.path.isdir(path):
         return [path] if os.path.exists(path) else None
-    # What `save_to_disk` of the datasets library writes: a DatasetDict, then a Dataset.
-    if (path / "dataset_dict.json").is_file():
+    if (path / "dataset_dict.json").is_file():  # of a DatasetDict
         splits = sorted(subfolder.name for subfolder in path.iterdir() if subfolder.is_dir())
         raise UserError(f"{reference}: the folder of the splits {', '.join(splits)}; give the folder of one of them")
-    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+    if is_saved_set(path):
         return None
     files = []
     for file in visible_files(path):

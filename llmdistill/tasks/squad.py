@@ -27,6 +27,7 @@ from llmdistill.data.questions import (
     encode_in_pieces,
 )
 from llmdistill.data.readers import READERS, Rows
+from llmdistill.data.references import is_saved_set
 from llmdistill.data.sources import benchmark_rows, open_rows
 from llmdistill.data.store import SplitWriter
 from llmdistill.errors import UserError
@@ -544,7 +545,7 @@ def _file_rows(path: Path) -> Rows:
     Raises:
         UserError: the file does not exist, or has another format.
     """
-    if not path.is_file() and not _is_saved_set(path):
+    if not path.is_file() and not is_saved_set(path):
         raise UserError(f"{path}: no such file; take the official download, whole, or none for the hub's")
     for article, place in READERS[path.suffix.lower()](path) if path.is_file() else open_rows(path):
         if "context" in article:
@@ -563,11 +564,6 @@ def _file_rows(path: Path) -> Rows:
             raise UserError(
                 f"{place}: not in the official format ({type(error).__name__}: {error}); take a file that is"
             ) from error
-
-
-def _is_saved_set(path: Path) -> bool:
-    """Return whether a folder is a set that the datasets library saved."""
-    return (path / "dataset_info.json").is_file()
 
 
 def _train_file(folder: str, key: str) -> Path:
@@ -599,7 +595,7 @@ def _only_file(folder: str, *names: str) -> Path:
         path
         for name in names
         for path in Path(folder).glob(f"{name}*")
-        if path.suffix.lower() in READERS or _is_saved_set(path)
+        if path.suffix.lower() in READERS or is_saved_set(path)
     )
     if len(paths) != 1:
         there = ", ".join(path.name for path in paths) or "no such file"
