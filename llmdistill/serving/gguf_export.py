@@ -135,6 +135,12 @@ def export_gguf(
                 f"{out_dir}/{FILE}: transformers reads {', '.join(differing)} of a GGUF otherwise than the model has "
                 "them, so give it the model's config too: from_pretrained(..., gguf_file=..., config=...)"
             )
+        window = getattr(config, "sliding_window", None)
+        if read.config.model_type != config.model_type and window and window < config.max_position_embeddings:
+            logger.warning(
+                f"{out_dir}/{FILE}: transformers and llama.cpp read it as a Llama, whose attention has no window: its "
+                f"outputs differ from the model's after the first {window:,} tokens of a text"
+            )
         if comparison.changed and kind != "q8_0":
             logger.warning(f"{out_dir}/{FILE} is not equal to {model_dir}: {comparison.describe()}")
         # Texts that have other tokens by the file than by the student's tokenizer
@@ -178,8 +184,8 @@ def _write(
 
     config: Any = model.config
     writer = GGUFWriter(file, ARCHITECTURES[config.model_type])
-    # transformers takes a llama of this name for a Mistral.
-    writer.add_name("mistral" if config.model_type == "mistral" else name)
+    # transformers takes a llama of exactly this name for a Mistral, whose tensors it then does not find.
+    writer.add_name("Mistral" if name == "mistral" else name)
     writer.add_file_type(LlamaFileType.ALL_F32 if kind == "f32" else LlamaFileType[f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     license = getattr(config, "license", None)
@@ -386,15 +392,18 @@ def _read_back(folder: Path, config: PreTrainedConfig) -> tuple[PreTrainedModel,
 
     try:
         with without_bars():
-            own = AutoConfig.from_pretrained(folder, gguf_file=FILE).to_dict()
-            mine = config.to_dict()
+            read = AutoConfig.from_pretrained(folder, gguf_file=FILE)
+            own, mine = read.to_dict(), config.to_dict()
+            if read.model_type != config.model_type:  # a Mistral comes back as a Llama, whose attention has no window
+                del mine["sliding_window"]
             differing = sorted(name for name in _COMPARED & mine.keys() if not _equal(own.get(name), mine[name]))
+            read.update({name: mine[name] for name in differing})
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 gguf_file=FILE,
                 dtype=torch.float32,
                 quantization_config=GgufConfig(dequantize=True),
-                **({"config": config} if differing else {}),
+                **({"config": read} if differing else {}),
             )
     except Exception as error:  # transformers raises many types of error for what it does not know
         raise UserError(

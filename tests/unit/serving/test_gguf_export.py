@@ -48,7 +48,7 @@ def logits(model):
 
 @pytest.mark.parametrize(("kind", "changes"), [
     ("llama", {"tie_word_embeddings": True}), ("llama", {"tie_word_embeddings": False, "attention_bias": True}),
-    ("qwen2", {}), ("qwen3", {"head_dim": 128}),
+    ("mistral", {"sliding_window": None}), ("qwen2", {}), ("qwen3", {"head_dim": 128}),
     ("gemma2", {"query_pre_attn_scalar": 256}), ("gemma3_text", {"num_hidden_layers": 7}),
 ])  # fmt: skip
 def test_transformers_reads_the_model_from_the_file(tmp_path, kind, changes, monkeypatch, caplog):
@@ -63,6 +63,19 @@ def test_transformers_reads_the_model_from_the_file(tmp_path, kind, changes, mon
     if "attention_bias" in changes:
         return
     torch.testing.assert_close(logits(read(tmp_path / "out")), logits(model), rtol=0, atol=1e-5)
+
+
+def test_a_mistral_with_a_window_is_a_llama_in_the_file(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(messages.logger, "propagate", True)
+    model = shaken(tiny_model("mistral", **SIZES, sliding_window=16, rope_parameters={"rope_theta": 1e6}))
+    # A llama of just this name is one that transformers does not read.
+    made = llmdistill.export(saved(tmp_path / "model", model), tmp_path / "mistral", to="gguf")
+    again = read(tmp_path / "mistral")
+    assert again.config.model_type == "llama"
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-5)  # nine tokens
+    assert "differ from the model's after the first 16 tokens" in caplog.text
+    assert made["comparison"]["changed"] > 0
+    assert "otherwise than the model has" not in caplog.text
 
 
 def test_what_a_gguf_does_not_tell_transformers_is_named(tmp_path, monkeypatch, caplog):
