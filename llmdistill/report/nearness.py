@@ -44,7 +44,7 @@ def nearness_sentence(measured: Measured) -> str:
     """Say how far the trained student is from its teacher, as the end of a sentence that begins with the student."""
     student, before = measured["student"], measured.get("untrained", {}).get("divergence")
     text = f"is {student['divergence']:.3g} {NATS} from its teacher"
-    text += "" if before is None else f", {before:.3g} before its training,"
+    text += "" if before is None else f", {before:.3g} before training,"
     return (
         f"{text} at a perplexity of {show_perplexity(student['perplexity'])} "
         f"(teacher {show_perplexity(student['teacher_perplexity'])})."

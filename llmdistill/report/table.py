@@ -117,7 +117,7 @@ def verdict(metrics: Mapping[str, Any], scores: ScoreTable) -> str:
     if means.get("teacher") and "student" in means:
         text += f"keeps {means['student'] / means['teacher']:.0%} of its ROUGE-L: {means['student']:.1f} of "
         text += f"{means['teacher']:.1f}"
-        return text + (f", and {means['untrained']:.1f} before its training." if "untrained" in means else ".")
+        return text + (f", and {means['untrained']:.1f} before training." if "untrained" in means else ".")
     if scores.columns[:1] == [NATS] and "student" in metrics["nearness"]:
         return text + nearness_sentence(metrics["nearness"])
     if scores.columns:

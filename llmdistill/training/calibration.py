@@ -358,7 +358,7 @@ def _print_allocation(factors: WeightedFactors, *, aside: bool = False) -> None:
     if factors.held_out:
         by_loss, uniform = factors.held_out["loss"], factors.held_out["uniform"]
         say(
-            f"Student     from the teacher on held-out data: {by_loss:.4g} with ranks by predicted loss, {uniform:.4g} "
-            f"with one rank; the student takes {'the ranks' if by_loss <= uniform else 'one rank'}",
+            f"Student     nats a token from its teacher on held-out data: {by_loss:.4g} with ranks by predicted loss, "
+            f"{uniform:.4g} with one rank; it takes {'the ranks' if by_loss <= uniform else 'one rank'}",
             aside=aside,
         )

@@ -111,7 +111,7 @@ def test_a_run_without_a_set_to_score_on_shows_how_far_its_student_is_from_its_t
     assert "| trained | 521,152 | 43% | 1.01 | 16.3 | 15.1 | 3,585 |" in report
     for text in (report, page):
         assert (
-            "is 1.01 nats per token from its teacher, 1.32 before its training, at a perplexity of 16.3 (teacher 5.77)."
+            "is 1.01 nats per token from its teacher, 1.32 before training, at a perplexity of 16.3 (teacher 5.77)."
             in text
         )
         assert "training loss" not in text
