@@ -326,6 +326,9 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, config: Any)
         else:
             types.append(TokenType.NORMAL)
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    # The file has a space between the two parts of a merge. No text gets to a merge of spaces: sentencepiece's
+    # tokenizers replace them before, and find a token of spaces as an added one.
+    pairs = [pair for pair in pairs if not any(" " in part for part in pair)]
     writer.add_tokenizer_model("gpt2" if is_bytes else "llama")
     writer.add_tokenizer_pre(_name_of_cut(cutters, config.model_type) if is_bytes else "default")
     writer.add_token_list(tokens)

@@ -149,6 +149,8 @@ def test_a_tokenizer_of_sentencepiece_is_written(tmp_path, kind):
         "▁la",
         "▁lam",
         *words,
+        "  ",
+        "    ",
     ]
     merges = [
         ("▁", "t"),
@@ -159,6 +161,7 @@ def test_a_tokenizer_of_sentencepiece_is_written(tmp_path, kind):
         ("▁la", "m"),
         ("▁lam", "p"),
         ("▁lamp", "s"),
+        ("  ", "  "),  # sentencepiece's own tokens of spaces, which the list of merges in a GGUF cannot name
     ]
     vocabulary = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
     make = GemmaTokenizer if kind == "gemma2" else LlamaTokenizer
