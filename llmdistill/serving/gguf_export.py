@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from jinja2 import TemplateError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -148,7 +150,8 @@ def export_gguf(
         texts = list(_SAMPLES)
         if tokenizer.chat_template is not None:
             turns = [{"role": "user", "content": text} for text in _SAMPLES[:1]]
-            texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
+            with suppress(TemplateError):  # such as one that needs a system's turn
+                texts.append(str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
         other = next((text for text in texts if by_file(text)["input_ids"] != tokenizer(text)["input_ids"]), None)
         if other is not None:
             logger.warning(

@@ -103,17 +103,23 @@ def test_a_factorized_student_is_multiplied_out_and_rounded(tmp_path, weights):
     assert made["params"] == read(tmp_path / "out").num_parameters()
 
 
-def test_the_tokenizer_and_the_template_are_written_or_copied(tmp_path):
+NEEDS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('A system turn is needed') }}{% endif %}" + TEMPLATE
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, NEEDS_SYSTEM], ids=["plain", "needs a system turn"])
+def test_the_tokenizer_and_the_template_are_written_or_copied(tmp_path, template):
     folder = saved(tmp_path / "model", tiny_model("llama", **SIZES))
     own = load_tokenizer(folder)
-    own.chat_template = TEMPLATE
+    own.chat_template = template
     own.save_pretrained(folder)
     llmdistill.export(folder, tmp_path / "out", to="gguf")
     written = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
     for text in TEXTS:
         assert written(text)["input_ids"] == own(text)["input_ids"]
     assert (written.eos_token_id, written.pad_token_id) == (own.eos_token_id, own.pad_token_id)
-    assert written.chat_template == TEMPLATE
+    assert written.chat_template == template
     fields = gguf.GGUFReader(tmp_path / "out/model.gguf").fields
     assert fields["tokenizer.ggml.pre"].contents() == "smollm", "digits are cut apart"
     kinds = fields["tokenizer.ggml.token_type"].contents()
