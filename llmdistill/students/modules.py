@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from llmdistill.errors import UserError
 from llmdistill.internals.transformers_names import mark_initialized
+from llmdistill.models.rounding import dequantized
 from llmdistill.students.kronecker import KroneckerShape, check_shape, divisors, product_flops, second_factor
 
 
@@ -69,7 +70,7 @@ class LowRankLinear(FactorizedLinear):
         return cast("nn.Parameter | None", self.B.bias)
 
     def dense(self) -> Tensor:
-        return self.B.weight @ self.A.weight
+        return dequantized(self.B.weight) @ dequantized(self.A.weight)
 
 
 class PivotedLinear(FactorizedLinear):
@@ -97,8 +98,8 @@ class PivotedLinear(FactorizedLinear):
         return y if self.bias is None else y + self.bias
 
     def dense(self) -> Tensor:
-        pivots = self.A.weight
-        return torch.cat([pivots, self.B.weight @ pivots])[self.order]
+        pivots = dequantized(self.A.weight)
+        return torch.cat([pivots, dequantized(self.B.weight) @ pivots])[self.order]
 
 
 class KroneckerLinear(FactorizedLinear):

@@ -252,6 +252,20 @@ def test_exports_round_any_model_and_make_floats_again(tmp_path, factors):
     assert torch.allclose(outputs(dense), outputs(model), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("factors", ["svd", "pivoted"])
+def test_gpt2_whose_loading_reads_products_is_rounded(tmp_path, factors):
+    model = random_student(AutoModelForCausalLM, tiny_config("gpt2"), FACTORS[factors]).eval()
+    model.save_pretrained(tmp_path / "student")
+    llmdistill.export(tmp_path / "student", tmp_path / "small", to="int8")
+    quantize(model, INT8)
+    small = load_model(tmp_path / "small", dtype="auto", head="saved")
+    assert torch.allclose(outputs(small), outputs(model), atol=1e-6)
+    factorized = small.transformer.h[0].mlp.c_fc
+    assert torch.allclose(
+        factorized(torch.eye(factorized.in_features)), factorized.weight.T + factorized.bias, atol=1e-6
+    )
+
+
 def test_what_has_no_linears_or_too_many_words_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"GPT2LMHeadModel has no nn.Linear in its layers"):
         fake_quantize(tiny_model("gpt2"), INT4)
