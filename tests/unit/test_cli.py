@@ -135,7 +135,7 @@ def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys, monkeypatc
     told = json.loads(captured.out.splitlines()[-1])
     found = re.search(r"on held-out data: (\S+) with ranks by predicted loss, (\S+) with one rank", captured.err)
     chosen = "the ranks" if float(found[1]) <= float(found[2]) else "one rank"
-    assert f"the student takes {chosen}" in captured.err
+    assert f"it takes {chosen}" in captured.err
     assert len(loaded) == 1  # the teacher, once
     student = AutoModelForCausalLM.from_pretrained(output)
     assert told["student_params"] == sum(parameter.numel() for parameter in student.parameters())
