@@ -235,7 +235,7 @@ def export(
         `serving.fidelity.Comparison`, and text), and more for ONNX and few bits.
 
     Raises:
-        UserError: the student does not suit, a package is missing, `output` is not empty, or outputs are not finite.
+        UserError: the student does not suit, a package is missing, or `output` is not empty.
     """
     check_model_types(student=student)
     target = Target(to=to, int8=int8, settings=settings)

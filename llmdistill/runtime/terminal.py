@@ -188,7 +188,8 @@ def guest() -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Hide the messages and progress bars of transformers, and DeepSpeed's warning that there is no GPU.
+    """Hide the messages and progress bars of transformers, deprecation warnings of all libraries, and DeepSpeed's
+    warning that there is no GPU.
 
     The errors of transformers are still printed.
     """
@@ -200,6 +201,9 @@ def quiet_transformers() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # our own show the reading of data
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    # The user of a command cannot fix deprecation warnings inside torch, transformers and DeepSpeed.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
 def quiet_libraries() -> None:
@@ -208,9 +212,6 @@ def quiet_libraries() -> None:
 
     quiet_transformers()
     deepspeed_logger.setLevel(logging.ERROR)
-    # The user of a run cannot fix deprecation warnings inside torch and DeepSpeed.
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
 def print_main(text: str) -> None:

@@ -37,7 +37,7 @@ def export_dense(
 
     The new folder gets its name only after it was loaded again; how its outputs differ from the student's on rows of
     `data` is a warning if an answer changes (see `comparison`).
-    Raises UserError if the folder is no student, if `out_dir` is not empty, or if the outputs are not finite.
+    Raises UserError if the folder is no student, or if `out_dir` is not empty.
     Returns output, params, largest_difference of an output, and comparison. `describe` adds a card.
     """
     config = load_config(student_dir)

@@ -108,8 +108,7 @@ def export_in_form(
         and speed, a sentence, if factors are slower here than dense matrices.
 
     Raises:
-        UserError: a package is missing, the model has the form already or cannot have it, `out_dir` is not empty, or
-            an output is not finite.
+        UserError: a package is missing, the model has the form already or cannot have it, or `out_dir` is not empty.
     """
     to, form = target.to, target.form
     form.check_package(f"--to {to}")

@@ -5,6 +5,7 @@ Greedy answers that change matter more than the largest difference of a logit, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from llmdistill.data.prompts import resolve_prompt
 from llmdistill.data.sources import kind_of, read_examples
 from llmdistill.data.whole_text import WholeText
 from llmdistill.errors import UserError
+from llmdistill.messages import logger
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, max_positions
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
@@ -156,14 +158,20 @@ class Comparison:
     rows: str
     kind: str
     positions: int
+    """Positions that the other figures speak of: those whose outputs are finite in both models."""
     changed: int
     """Positions whose most likely token or class is another one; 0 for hidden states."""
+    not_finite: int
+    """Positions where an output of the export is NaN or infinite, and the model's is finite."""
+    model_not_finite: int
+    """Positions where the model's own outputs are NaN or +inf, or none of them is finite."""
     largest_difference: float
     """Of an output."""
     relative_difference: float
     """Of an output, as a share of the largest output, and of 1 at least."""
     divergence: float | None
-    """Kullback-Leibler divergence of the export from the model, in nats per token or class; None for states."""
+    """Kullback-Leibler divergence of the export from the model, in nats per token or class; None for states, and as
+    all that follows where no position was compared."""
     mean_difference: float | None
     """Mean difference of the log-probability of a token that follows, or of the most likely one; None for states."""
     most_difference: float | None
@@ -174,23 +182,37 @@ class Comparison:
     """Of the tokens that follow, under the model; None if it is no decoder."""
     exported_perplexity: float | None
 
+    def describe_not_finite(self) -> str:
+        """Return where outputs are not finite, as a part of a sentence; empty if they are finite everywhere."""
+        total = self.positions + self.not_finite + self.model_not_finite
+        parts = [
+            f"outputs of {name} are not finite at {count:,} of {total:,} positions"
+            for name, count in (("the export", self.not_finite), ("the model itself", self.model_not_finite))
+            if count
+        ]
+        return f"on {self.rows} {' and '.join(parts)}" if parts else ""
+
     def describe(self) -> str:
         """Return the comparison in words, as a sentence without a full stop."""
+        before = self.describe_not_finite()
+        if not self.positions:
+            return before
+        where = f"{before}; of the others" if before else f"on {self.rows}"
         if self.least_cosine is not None:
             return (
-                f"on {self.rows} the hidden states of {self.positions:,} tokens differ by at most "
+                f"{where} the hidden states of {self.positions:,} tokens differ by at most "
                 f"{self.relative_difference:.2g} of the largest one, with cosines of at least {self.least_cosine:.5f}"
             )
         assert self.mean_difference is not None
         changes = "changes" if self.changed == 1 else "change"
         kind = {"classes": "most likely classes", "tokens": "most likely tokens"}.get(self.kind, self.kind)
-        text = f"on {self.rows} {self.changed:,} of {self.positions:,} {kind} {changes}; log-probabilities differ by "
+        text = f"{where} {self.changed:,} of {self.positions:,} {kind} {changes}; log-probabilities differ by "
         text += f"{self.mean_difference:.2g} on average and {self.most_difference:.2g} at most, a divergence of "
         text += f"{self.divergence:.2g} nats"
         if self.perplexity is None:
             return text
-        before, after = show_perplexity(self.perplexity), show_perplexity(self.exported_perplexity)
-        return f"{text}; perplexity is {after} after {before}"
+        own, exported = show_perplexity(self.perplexity), show_perplexity(self.exported_perplexity)
+        return f"{text}; perplexity is {exported} after {own}"
 
     def result(self) -> dict[str, Any]:
         """Return what an export returns of it: largest_difference of an output, and comparison, all figures."""
@@ -201,20 +223,22 @@ class Comparison:
 def compare(exact: Outputs, exported: Outputs, rows: Rows, *, what: str) -> Comparison:
     """Compare the outputs of an exported model with those of the model that it was made of.
 
-    Raises:
-        UserError: an output of the export, which the message calls `what`, is NaN or infinite where the model's is
-            finite.
+    An output that is NaN or infinite is a warning, which calls the export `what`; its position is left out of the other
+    figures.
     """
-    positions = changed = 0
+    positions = changed = broken = own_broken = 0
     difference = largest = divergence = total = most = loss = exported_loss = 0.0
     cosine = 1.0
-    for number, (expected, got) in enumerate(zip(exact.rows, exported.rows, strict=True)):
-        finite = expected.isfinite()  # some models set the logits of unused tokens to -inf
-        if got.shape != expected.shape or not got[finite].isfinite().all() or not finite.any():
-            raise UserError(
-                f"{what}: outputs are not finite, or of another shape than the model's, so nothing was written; "
-                "score the model with llmdistill evaluate, and serve it itself"
-            )
+    for number, (whole, of_export) in enumerate(zip(exact.rows, exported.rows, strict=True)):
+        assert of_export.shape == whole.shape, (what, of_export.shape, whole.shape)
+        finite = whole.isfinite()  # some models set the logits of unused tokens to -inf
+        sound = (whole < math.inf).all(-1) & finite.any(-1)
+        both = sound & (of_export < math.inf).all(-1) & (of_export.isfinite() | ~finite).all(-1)
+        own_broken += int((~sound).sum())
+        broken += int((sound & ~both).sum())
+        expected, got, finite = whole[both], of_export[both], finite[both]
+        if not len(expected):
+            continue
         positions += len(expected)
         difference = max(difference, float((got - expected)[finite].abs().max()))
         largest = max(largest, float(expected[finite].abs().max()))
@@ -225,23 +249,30 @@ def compare(exact: Outputs, exported: Outputs, rows: Rows, *, what: str) -> Comp
         changed += int((got.argmax(-1) != chosen).sum())
         log_p, log_q = expected.log_softmax(-1), got.log_softmax(-1)
         divergence += float(torch.where(finite, log_p.exp() * (log_p - log_q), 0).sum())
-        labels = chosen if exact.labels is None else exact.labels[number]
+        labels = chosen if exact.labels is None else exact.labels[number][both]
         of_p, of_q = (log.gather(-1, labels[:, None])[:, 0] for log in (log_p, log_q))
         total += float((of_q - of_p).abs().sum())
         most = max(most, float((of_q - of_p).abs().max()))
         loss, exported_loss = loss - float(of_p.sum()), exported_loss - float(of_q.sum())
-    has_choice, has_tokens = exact.kind != "states", exact.labels is not None and rows.labeled
-    return Comparison(
+    has_choice = exact.kind != "states" and positions > 0
+    has_tokens = has_choice and exact.labels is not None and rows.labeled
+    comparison = Comparison(
         rows=rows.name,
         kind=exact.kind,
         positions=positions,
         changed=changed,
+        not_finite=broken,
+        model_not_finite=own_broken,
         largest_difference=difference,
         relative_difference=difference / max(1.0, largest),
         divergence=divergence / positions if has_choice else None,
         mean_difference=total / positions if has_choice else None,
         most_difference=most if has_choice else None,
-        least_cosine=None if has_choice else cosine,
+        least_cosine=cosine if exact.kind == "states" and positions else None,
         perplexity=perplexity_of(loss / positions) if has_tokens else None,
         exported_perplexity=perplexity_of(exported_loss / positions) if has_tokens else None,
     )
+    if broken or own_broken:
+        remedy = "take another --to, or serve the model itself" if broken else "no export can mend the model"
+        logger.warning(f"{what}: {comparison.describe_not_finite()}, and texts that come there get nonsense; {remedy}")
+    return comparison

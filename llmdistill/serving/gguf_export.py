@@ -98,7 +98,7 @@ def export_gguf(
 
     Raises:
         UserError: the package gguf is missing; the architecture, a kind of positions or the tokenizer has no place in a
-            GGUF that transformers reads; `out_dir` is not empty, or outputs are not finite.
+            GGUF that transformers reads; or `out_dir` is not empty.
     """
     # What cannot be written is refused before a model is loaded.
     try:

@@ -1,11 +1,13 @@
 """How an export is compared with its model: the figures by hand, and the rows that both read."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny import tiny_model
 
+from llmdistill import messages
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
 from llmdistill.models.load import load_model
@@ -42,11 +44,35 @@ def test_the_figures_are_those_of_a_loop():
     assert result.perplexity == pytest.approx(math.exp(losses[0] / 8), rel=1e-5)
     assert result.exported_perplexity == pytest.approx(math.exp(losses[1] / 8), rel=1e-5)
     assert f"on two rows {changed} of 8 greedy tokens change" in result.describe()
-    found[1][0, 0] = math.nan
-    with pytest.raises(UserError, match="it: outputs are not finite"):
-        compare(
-            Outputs(rows=exact, labels=labels, kind="t"), Outputs(rows=found, labels=labels, kind="t"), ROWS, what="it"
-        )
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_positions_that_are_not_finite_are_counted_and_left_out(wrong, monkeypatch, caplog):
+    monkeypatch.setattr(messages.logger, "propagate", True)
+    exact = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 1, 2, 3, 4])
+    found = exact + torch.linspace(-1, 1, 7)
+    expected = figures(exact[[1, 3, 4]], found[[1, 3, 4]], labels[[1, 3, 4]])
+    assert not caplog.text
+    found[0, 2], exact[2] = wrong, wrong
+    result = figures(exact, found, labels)
+    assert (result.positions, result.not_finite, result.model_not_finite) == (3, 1, 1)
+    assert replace(result, not_finite=0, model_not_finite=0) == expected
+    said = (
+        "on two rows outputs of the export are not finite at 1 of 5 positions and outputs of the model itself are not "
+        "finite at 1 of 5 positions"
+    )
+    assert result.describe().startswith(f"{said}; of the others {result.changed} of 3 greedy tokens")
+    assert f"it: {said}" in caplog.text
+    nothing = figures(exact, torch.full_like(exact, wrong), labels)
+    assert nothing.describe() == said.replace("export are not finite at 1", "export are not finite at 4")
+    assert nothing.divergence is None
+
+
+def figures(exact, found, labels):
+    """The comparison of one row (N, V) whose tokens are labels (N,)."""
+    one, other = (Outputs(rows=[row], labels=[labels], kind="greedy tokens") for row in (exact, found))
+    return compare(one, other, ROWS, what="it")
 
 
 def test_answers_are_compared_and_any_rows_may_be_given(tmp_path):
