@@ -97,6 +97,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT)
 # What the user can mend by another path, room or permissions; any other error is not explained.
 _OF_PLACE = (
     *_DISK,
+    errno.EFBIG,  # of a limit (ulimit -f), or of a file system such as FAT
     errno.EROFS,
     errno.EACCES,
     errno.EPERM,
@@ -128,6 +129,9 @@ def explain_refusal(error: BaseException, path: Path | None = None, size: int | 
         return None
     reason = os.strerror(number).lower()
     shown = "a file" if place is None else os.fsdecode(place)
+    kept = "what is finished stays, and the same command goes on from there"
+    if number == errno.EFBIG:
+        return UserError(f"{shown}: {reason}: raise the limit (ulimit -f), or give a folder on another disk; {kept}")
     if number not in _DISK:
         return UserError(f"{shown}: the system refuses it ({reason}): choose another path, or fix its permissions")
     about = "" if size is None else f" for its {byte_size(size)}"
@@ -137,10 +141,7 @@ def explain_refusal(error: BaseException, path: Path | None = None, size: int | 
             disk = os.path.dirname(disk)
         usage = shutil.disk_usage(disk)
         about += f", {byte_size(usage.free)} of {byte_size(usage.total)} are free on the disk at {disk}"
-    return UserError(
-        f"{shown}: {reason}{about}: free some, or give another folder; what is finished stays, and the same command "
-        "goes on from there"
-    )
+    return UserError(f"{shown}: {reason}{about}: free some, or give another folder; {kept}")
 
 
 def byte_size(size: float | None) -> str:

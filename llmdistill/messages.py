@@ -26,7 +26,7 @@ _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ER
 
 
 class _Terminal(logging.Handler):
-    """Writes warnings to stderr, and the messages of rank 0 above the bars: to stdout, or to stderr if they say so."""
+    """Writes above the bars: warnings to stderr, and the messages of rank 0 to stdout, or to stderr if they say so."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # A name of somebody else's must not steer the terminal.
@@ -39,18 +39,16 @@ class _Terminal(logging.Handler):
             return
         stream = sys.stderr if is_warning or getattr(record, "aside", False) else sys.stdout
         try:
-            if not is_warning:
-                progress.postpone_line()
-                tqdm.write(line, file=stream)
-                stream.flush()
-            elif not getattr(record, "framed", False):
-                print(line, file=stream, flush=True)
-            else:
-                from rich.console import Console
-                from rich.panel import Panel
-                from rich.text import Text
+            progress.postpone_line()
+            with tqdm.external_write_mode(file=stream):  # takes the bars away meanwhile
+                if getattr(record, "framed", False):
+                    from rich.console import Console
+                    from rich.panel import Panel
+                    from rich.text import Text
 
-                Console(stderr=True).print(Panel(Text(line), title="WARNING", border_style="bold yellow"))
+                    Console(stderr=True).print(Panel(Text(line), title="WARNING", border_style="bold yellow"))
+                else:
+                    print(line, file=stream, flush=True)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise

@@ -175,8 +175,10 @@ def _tick(is_over: threading.Event) -> None:
         with suppress(OSError, ValueError):  # stderr is closed
             for activity in activities:
                 activity.refresh()
-            if time.monotonic() >= _next_line and not any(activity.has_bar for activity in activities):
-                _next_line = time.monotonic() + _NEXT_SECONDS
+            if any(activity.has_bar for activity in activities):
+                postpone_line()  # the user has just seen the bar
+            elif time.monotonic() >= _next_line:
+                postpone_line()
                 # What encloses the innermost activity is told only if its progress is known.
                 shown = [outer.line() for outer in activities[:-1] if outer.total] + [activities[-1].line()]
                 tqdm.write(": ".join(shown), file=sys.stderr)

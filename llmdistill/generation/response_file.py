@@ -16,7 +16,7 @@ from typing import Any
 from llmdistill.artifacts import compare_records, read_record
 from llmdistill.embedded import locate, locate_data
 from llmdistill.errors import UserError
-from llmdistill.files import write_json
+from llmdistill.files import write_error, write_json
 from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.models.companions import download
 
@@ -113,10 +113,14 @@ def claim_output(
 
 
 def append_batch(output: Path, rank: int, number: int, answers: Answers) -> None:
-    """Append a finished batch to the file of this rank."""
-    with (parts_folder(output) / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
-        # One line at a time: whoever reads it sees whole batches, except for an interrupted last one.
-        file.write(json.dumps({"batch": number, "rows": answers}, separators=(",", ":")) + "\n")
+    """Append a finished batch to the file of this rank. Raises UserError if it cannot be written."""
+    path = parts_folder(output) / f"rank-{rank}.jsonl"
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            # One line at a time: whoever reads it sees whole batches, except for an interrupted last one.
+            file.write(json.dumps({"batch": number, "rows": answers}, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise write_error(path, error) from error
 
 
 def read_batches(output: Path) -> dict[int, Answers]:

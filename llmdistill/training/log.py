@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.errors import UserError
-from llmdistill.files import write_text
+from llmdistill.files import write_error, write_text
 from llmdistill.messages import say
 from llmdistill.progress import Activity, duration
 from llmdistill.report.metrics_log import METRICS_LOG, read_metrics_log, row_of
@@ -63,11 +63,17 @@ class RunLog:
         self.add_figures(step, values)
 
     def add_figures(self, step: int, values: dict[str, float]) -> None:
-        """Log figures under a step, and print those of a validation; step 0 is the student before the first step."""
+        """Log figures under a step, and print those of a validation; step 0 is the student before the first step.
+
+        Raises UserError if the log cannot be written.
+        """
         if not self._active:
             return
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        try:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            raise write_error(self._file, error) from error
         if self.monitor is not None:
             self.monitor.add(step, values)
         if "valid_loss" in values:

@@ -93,6 +93,33 @@ def test_a_terminal_gets_a_bar_that_goes_away_and_no_lines(at_once):
     assert stderr.getvalue().endswith(" \r")  # wiped out
 
 
+@pytest.mark.parametrize("framed", [False, True])
+def test_a_warning_stands_above_the_bar(at_once, monkeypatch, framed):
+    monkeypatch.setattr(shown, "_TICK_SECONDS", 1e9)
+    with redirect_stderr(Terminal()) as stderr, Activity("Training", 9, "steps") as steps:
+        steps.refresh()
+        logger.warning("%s", "the loss jumped", extra={"framed": framed})
+        *lines, bar = stderr.getvalue().split("\n")
+    assert any("the loss jumped" in line for line in lines)
+    assert bar.startswith("\rTraining ")
+    shown_first, _, first = lines[0].rpartition("\r")
+    assert shown_first.endswith(" ")  # the bar is wiped out
+    assert "Training" not in first
+
+
+def test_what_follows_a_bar_counts_its_silence_from_the_end_of_the_bar(at_once, monkeypatch):
+    monkeypatch.setattr(shown, "_NEXT_SECONDS", 1e9)
+    with redirect_stderr(Terminal()) as stderr, Activity("Working"):
+        with Activity("Writing", 9, "tokens"):
+            after(stderr, "Writing ")
+            monkeypatch.setattr(shown, "_next_line", 0.0)
+            patience = time.monotonic() + 60
+            while shown._next_line == 0.0:
+                assert time.monotonic() < patience
+                time.sleep(0.001)
+        assert shown._next_line > time.monotonic() + 1e6
+
+
 def test_work_that_is_over_soon_shows_nothing(loud):
     for stream in (io.StringIO(), Terminal()):
         with redirect_stderr(stream):

@@ -3,7 +3,9 @@
 import errno
 import os
 import re
+import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,11 +17,13 @@ from llmdistill.cli import main as llmdistill_command
 from llmdistill.config.command_line import parse_run
 from llmdistill.errors import UserError
 from llmdistill.files import explain_refusal, new_folder, write_json
+from llmdistill.generation.response_file import append_batch, parts_folder
 from llmdistill.methods import METHODS
 from llmdistill.tasks import instruction_scores
 from llmdistill.train import main
 from llmdistill.training.disk import DiskNeed, check_disk
 from llmdistill.training.job import run_claimed
+from llmdistill.training.log import RunLog
 from llmdistill.training.plan import Plan, make_plans
 
 SAMPLES = ("--method", "kd", "--kd.ratio", "1", "--data.on_policy", "0.5")
@@ -107,6 +111,25 @@ def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path, monkeypatch: pyt
             call()
         assert str(caught.value).startswith(f"{tmp_path / name}: no space left on device, ")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_may_not_grow_is_named_with_what_stays(tmp_path: Path) -> None:
+    parts_folder(tmp_path / "a.jsonl").mkdir()
+    log = RunLog(tmp_path, start=0, steps=1)
+    calls: dict[str, Callable[[], None]] = {
+        "a.jsonl.parts/rank-0.jsonl": lambda: append_batch(tmp_path / "a.jsonl", 0, 1, {1: [2]}),
+        "metrics.jsonl": lambda: log.add_figures(1, {"loss": 2.0}),
+    }
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, call in calls.items():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))  # as by `ulimit -f`
+        try:
+            with pytest.raises(UserError) as caught:
+                call()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert str(caught.value).startswith(f"{tmp_path / name}: file too large: raise the limit (ulimit -f)")
+        assert str(caught.value).endswith("; what is finished stays, and the same command goes on from there")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
