@@ -60,6 +60,10 @@ _PRE = {"qwen2": "qwen2", "qwen3": "qwen2"}
 """model_type -> GGUF's name of the rule by which its byte-level tokenizer cuts text, where no regex decides."""
 _FAR = -1e9
 """Score of a token that no merge makes, below every other one."""
+_WHOLE = -1000.0
+"""The score by which llama.cpp's converter writes the tokens that are found whole in a text."""
+_SPACE = "▁"
+"""Sentencepiece's character for a space."""
 _SAMPLES = (
     "The 1,204 lamps of Orrin – are they bluer\n\tthan 77?",
     "  def f(x):\n    return {'größe': x ** 2}  # naïve",
@@ -133,9 +137,12 @@ def export_gguf(
         what = f"--to gguf: the file of {model_dir}"
         comparison = compare(exact, outputs_of(read, rows), rows, what=what)
         if differing:
+            # Not the model's own config: for the file of a Mistral that is one of a Llama.
+            names = ", ".join(differing)
             logger.warning(
-                f"{out_dir}/{FILE}: transformers reads {', '.join(differing)} of a GGUF otherwise than the model has "
-                "them, so give it the model's config too: from_pretrained(..., gguf_file=..., config=...)"
+                f"{out_dir}/{FILE}: transformers reads {names} of a GGUF otherwise than the model has them: take "
+                f'AutoConfig.from_pretrained(..., gguf_file="{FILE}"), set the model\'s {names} in it, and load with '
+                "config=; llama.cpp reads the file itself"
             )
         window = getattr(config, "sliding_window", None)
         if read.config.model_type != config.model_type and window and window < config.max_position_embeddings:
@@ -316,14 +323,17 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, config: Any)
     by_number = {number: token for token, number in model["vocab"].items()}
     by_number |= {number: token["content"] for number, token in added.items()}
     tokens = [by_number.get(number, f"[PAD{number}]") for number in range(config.vocab_size)]
+    is_gemma = ARCHITECTURES[config.model_type].startswith("gemma")
     types = []
     for number, token in enumerate(tokens):
         if number not in by_number:
             types.append(TokenType.UNUSED)  # a row of padding
-        elif token == model.get("unk_token"):
-            types.append(TokenType.UNKNOWN)
         elif number in added:
             types.append(TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED)
+        elif is_gemma and len(token) > 1 and set(token) == {_SPACE}:
+            types.append(TokenType.USER_DEFINED)  # transformers reads them of a GGUF as ordinary tokens
+        elif token == model.get("unk_token"):
+            types.append(TokenType.UNKNOWN)
         elif not is_bytes and len(token) == 6 and token.startswith("<0x"):
             types.append(TokenType.BYTE)
         else:
@@ -334,7 +344,13 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, config: Any)
     pairs = [pair for pair in pairs if not any(" " in part for part in pair)]
     writer.add_tokenizer_model("gpt2" if is_bytes else "llama")
     writer.add_tokenizer_pre(_name_of_cut(cutters, config.model_type) if is_bytes else "default")
-    writer.add_token_list(tokens)
+    # llama.cpp looks for the tokens that a user of sentencepiece has defined in the text as it is, with its spaces.
+    own = TokenType.USER_DEFINED
+    spelled = [
+        token.replace(_SPACE, " ") if is_gemma and kind == own else token
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+    writer.add_token_list(spelled)
     writer.add_token_types(types)
     writer.add_token_merges([" ".join(pair) for pair in pairs])
     if not is_bytes:
@@ -342,7 +358,13 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, config: Any)
         ranks: dict[str, int] = {}
         for rank, pair in enumerate(pairs):
             ranks.setdefault("".join(pair), rank)
-        writer.add_token_scores([-float(ranks[token]) if token in ranks else _FAR for token in tokens])
+        whole = {TokenType.CONTROL, TokenType.USER_DEFINED}
+        writer.add_token_scores(
+            [
+                _WHOLE if kind in whole else -float(ranks[token]) if token in ranks else _FAR
+                for token, kind in zip(tokens, types, strict=True)
+            ]
+        )
         steps = [*cutters, *_list_steps(saved.get("normalizer"))]
         prefix = any(step["type"] == "Prepend" or step.get("prepend_scheme", "never") != "never" for step in steps)
         writer.add_add_space_prefix(prefix)

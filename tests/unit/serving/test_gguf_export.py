@@ -6,7 +6,15 @@ import gguf
 import pytest
 import torch
 from tiny import random_student, shaken, tiny_config, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaTokenizer, GgufConfig, LlamaTokenizer
+from transformers import (
+    AddedToken,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GemmaTokenizer,
+    GgufConfig,
+    LlamaTokenizer,
+)
 
 import llmdistill
 from llmdistill import messages
@@ -35,9 +43,9 @@ def saved(folder, model):
     return folder
 
 
-def read(folder):
+def read(folder, **more):
     options = {"gguf_file": "model.gguf", "dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, **options, **more).eval()
 
 
 @torch.no_grad()
@@ -78,13 +86,22 @@ def test_a_mistral_with_a_window_is_a_llama_in_the_file(tmp_path, monkeypatch, c
     assert "otherwise than the model has" not in caplog.text
 
 
-def test_what_a_gguf_does_not_tell_transformers_is_named(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_what_a_gguf_does_not_tell_transformers_is_named(tmp_path, kind, monkeypatch, caplog):
     monkeypatch.setattr(messages.logger, "propagate", True)
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    model = shaken(tiny_model("llama", **SIZES, rope_parameters={**rope, "original_max_position_embeddings": 32}))
+    changes = {"sliding_window": None} if kind == "mistral" else {}
+    rope |= {"original_max_position_embeddings": 32}
+    model = shaken(tiny_model(kind, **SIZES, **changes, rope_parameters=rope))
     made = llmdistill.export(saved(tmp_path / "model", model), tmp_path / "out", to="gguf")
     assert "transformers reads rope_parameters of a GGUF otherwise" in caplog.text
     assert made["comparison"]["changed"] == 0, "with the model's own settings"
+    # What the warning advises; the model's own config is not read with the file of a Mistral.
+    advised = 'take AutoConfig.from_pretrained(..., gguf_file="model.gguf"), set the model\'s rope_parameters in it'
+    assert advised in caplog.text
+    config = AutoConfig.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+    config.rope_parameters = model.config.rope_parameters
+    torch.testing.assert_close(logits(read(tmp_path / "out", config=config)), logits(model), rtol=0, atol=1e-5)
     factors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "out/model.gguf").tensors}
     frequencies = 1e4 ** (-torch.arange(0, 8, 2) / 8) / torch.tensor(factors["rope_freqs.weight"])
     torch.testing.assert_close(frequencies, model.model.rotary_emb.inv_freq, rtol=1e-5, atol=0)
@@ -185,6 +202,38 @@ def test_a_tokenizer_of_sentencepiece_is_written(tmp_path, kind):
     assert fields["tokenizer.ggml.model"].contents() == "llama"
     scores, listed = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("scores", "tokens"))
     assert scores[listed.index("▁th")] > scores[listed.index("▁the")] > scores[listed.index("a")]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_tokens_of_sentencepiece_have_the_types_of_llama_cpp(tmp_path, kind):
+    """As convert_hf_to_gguf.py writes them: whole tokens with a score of -1000, Gemma's of spaces with real ones."""
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>"] if kind == "gemma2" else ["<unk>", "<s>", "</s>"]
+    tokens = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁▁", "▁▁▁", "▁a", "<tool>"]
+    merges = [("▁", "▁"), ("▁▁", "▁"), ("▁", "a")]
+    make = GemmaTokenizer if kind == "gemma2" else LlamaTokenizer
+    tokenizer = make(vocab={token: number for number, token in enumerate(tokens)}, merges=merges)
+    tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    changes = {"query_pre_attn_scalar": 256} if kind == "gemma2" else {}
+    tiny_model(kind, **{**SIZES, "vocab_size": len(tokens) + 2}, **changes).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    llmdistill.export(tmp_path / "model", tmp_path / "out", to="gguf")
+    fields = gguf.GGUFReader(tmp_path / "out/model.gguf").fields
+    names = ("tokens", "token_type", "scores")
+    listed = list(zip(*(fields[f"tokenizer.ggml.{name}"].contents() for name in names), strict=True))
+    kinds = gguf.TokenType
+    assert listed[: len(specials)] == [(token, kinds.CONTROL, -1000.0) for token in specials]
+    of_user = [("  ", kinds.USER_DEFINED, -1000.0), ("   ", kinds.USER_DEFINED, -1000.0)]
+    spaces = of_user if kind == "gemma2" else [("▁▁", kinds.NORMAL, 0.0), ("▁▁▁", kinds.NORMAL, -1.0)]
+    assert listed[len(tokens) - 4 : len(tokens)] == [
+        *spaces,
+        ("▁a", kinds.NORMAL, -2.0),
+        ("<tool>", kinds.USER_DEFINED, -1000.0),
+    ]
+    assert listed[-1][:2] == (f"[PAD{len(tokens) + 1}]", kinds.UNUSED)
+    own = load_tokenizer(tmp_path / "model")
+    again = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+    for text in ("a   a", "  a<tool>  a", "a a    "):
+        assert again(text)["input_ids"] == own(text)["input_ids"]
 
 
 def test_what_has_no_place_in_a_file_is_refused(tmp_path):
