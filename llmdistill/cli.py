@@ -25,7 +25,7 @@ from llmdistill.data.references import TEACHER
 from llmdistill.embedded import locate
 from llmdistill.errors import CannotWrite, UserError
 from llmdistill.files import check_new
-from llmdistill.messages import print_result, say
+from llmdistill.messages import fold, print_result, say
 from llmdistill.runtime.hosts import check_hosts
 from llmdistill.runtime.launch import (
     DEFAULT_PORT,
@@ -198,17 +198,18 @@ def compress(arguments: Sequence[str]) -> None:
         result["rank"] = describe_ranks(result)
     _show(result, parsed.json, [key for key in shown if key in result])
     if not parsed.json and "speed" in result:
-        print_result(f"In transformers, on this machine, {result['speed']}.")
+        print_result(fold(f"In transformers, on this machine, {result['speed']}."))
     if not parsed.json and not parsed.dry_run:
         words = ["--teacher.model", parsed.model, "--student.model", parsed.output, "--data.train"]
         of = settings["calibration"]["data"] or "texts that the model samples"
         for measured in distance:
-            print_result(f"It {measured.sentence('rows that the model wrote' if writes else of)}.")
+            print_result(fold(f"It {measured.sentence('rows that the model wrote' if writes else of)}."))
             if measured.divergence > HOPELESS and settings["weighting"] == "none":
                 warn_main("this is the plain SVD of the weights, which ruins most models: name --calibration.data FILE")
         command = shlex.join(["llmdistill", "train", *words])
         data = "teacher" if writes else "FILE"
-        print_result(f"The untrained student is in {parsed.output}. Train it: {command} {data}")
+        print_result(fold(f"The untrained student is in {parsed.output}. Train it:"))
+        print_result(f"{command} {data}")
 
 
 def export(arguments: Sequence[str]) -> None:
@@ -256,13 +257,15 @@ def export(arguments: Sequence[str]) -> None:
     if parsed.json:
         return
     for key, comparison in compared.items():
-        print_result(f"Compared with the model{', int8' if key.startswith('int8') else ''}: {comparison['text']}.")
+        print_result(
+            fold(f"Compared with the model{', int8' if key.startswith('int8') else ''}: {comparison['text']}.")
+        )
     if "speed" in result:
-        print_result(f"In transformers, on this machine, {result['speed']}.")
+        print_result(fold(f"In transformers, on this machine, {result['speed']}."))
     if parsed.to == "dense":
-        print_result("The factors are multiplied out: this model has the teacher's size and speed again.")
+        print_result(fold("The factors are multiplied out: this model has the teacher's size and speed again."))
     if parsed.to == "gguf":
-        print_result("A GGUF has no factors: with the same type of weights it is as large as the teacher's.")
+        print_result(fold("A GGUF has no factors: with the same type of weights it is as large as the teacher's."))
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -322,7 +325,7 @@ def _show(result: dict[str, Any], as_json: bool, keys: Sequence[str] | None = No
     for key in shown:
         value = result[key]
         text = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-        print_result(f"{key:{width}}{text}")
+        print_result(fold(f"{key:{width}}{text}"))
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], None]]] = {

@@ -10,7 +10,10 @@ import errno
 import json
 import logging
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -48,11 +51,34 @@ class _Terminal(logging.Handler):
 
                     Console(stderr=True).print(Panel(Text(line), title="WARNING", border_style="bold yellow"))
                 else:
-                    print(line, file=stream, flush=True)
+                    print(fold(line, stream), file=stream, flush=True)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             _discard(stream)  # Ctrl-C has ended `tee`, or the terminal is closed, and a training finishes its step
+
+
+def fold(text: str, stream: Any = None, *, indent: int | None = None) -> str:
+    """Break sentences between words at the width of the terminal, if `stream` is one (by default stdout).
+
+    A line after a label, such as "Student     ...", goes on below its first word. Commands, tables and what is indented
+    stay as they are, so that they can be copied; with `indent`, every line is folded and goes on after so many spaces.
+    """
+    if not (sys.stdout if stream is None else stream).isatty():
+        return text
+    width, lines = shutil.get_terminal_size().columns, list[str]()
+    for line in text.split("\n"):
+        label = re.match(r"\S+( \S+)* {2,}(?=\S)", line)
+        start = indent if indent is not None else label.end() if label else 0
+        is_plain = indent is not None or (
+            not line.startswith((" ", "llmdistill ", "{", "[")) and "  " not in line[start:]
+        )
+        if len(line) <= width or not is_plain or start > width // 2:
+            lines.append(line)
+            continue
+        below = " " * start
+        lines += textwrap.wrap(line, width, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def _discard(stream: Any) -> None:

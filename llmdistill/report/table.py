@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmdistill.files import write_json
-from llmdistill.messages import print_result
+from llmdistill.messages import fold, print_result
 from llmdistill.report.drawings import save_drawings
 from llmdistill.report.metrics_log import Log, read_metrics_log, term_names
 from llmdistill.report.nearness import NATS, Measured, nearness_bars, nearness_scores, nearness_sentence
@@ -181,4 +181,5 @@ def finish_report(folder: Path, metrics: dict[str, Any], scores: ScoreTable) -> 
     write_json(folder / "metrics.json", metrics)  # last: a folder with this file is finished
     print_table(*table)
     student = f"The student is in {folder / 'student'}, the" if (folder / "student").is_dir() else "The"
-    print_result(f"{student} table in {folder / 'report.md'}, and with curves and answers in report.html beside it.")
+    pages = f"{student} table in {folder / 'report.md'}, and with curves and answers in report.html beside it."
+    print_result(fold(pages))

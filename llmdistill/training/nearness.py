@@ -17,7 +17,7 @@ from llmdistill.artifacts import find_record
 from llmdistill.batch import Batch
 from llmdistill.files import write_json, write_text
 from llmdistill.generation.decode import Decoding, generate_passes
-from llmdistill.messages import print_result
+from llmdistill.messages import fold, print_result
 from llmdistill.models.families import max_positions
 from llmdistill.report.nearness import nearness_scores
 from llmdistill.report.samples import read_samples
@@ -175,9 +175,9 @@ def print_nearness(folder: Path, measured: Mapping[str, Mapping[str, Any]], *, w
         rows = [[MODELS[key], *cells] for key, cells in scores.rows.items()]
         print_table(scores.title, ["model", *scores.columns], rows)
     for sample in read_samples({key: folder / ANSWERS / key for key in MODELS}, [ANSWER_SET])[:_SHOWN]:
-        print_result(f"\n{_shorten(sample.prompt)}")
+        print_result(fold(f"\n{_shorten(sample.prompt)}", indent=0))
         for key, answer in sample.answers.items():
-            print_result(f"  {MODELS[key]:10}{_shorten(answer)}")
+            print_result(fold(f"  {MODELS[key]:10}{_shorten(answer)}", indent=12))
     if "ROUGE-L" in scores.columns:
         print_result("")
 

@@ -9,7 +9,7 @@ import pytest
 
 from llmdistill import progress as shown
 from llmdistill.cli import main
-from llmdistill.messages import logger, print_result, say, set_level
+from llmdistill.messages import fold, logger, print_result, say, set_level
 from llmdistill.progress import Activity, duration, progress
 from llmdistill.runtime.terminal import exit_code
 
@@ -176,3 +176,21 @@ def test_a_wrong_level_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert main(["recipes"]) == 2
     said = "error: LLMDISTILL_LOG=loud: there is no such level; give one of info, warning, error\n"
     assert capsys.readouterr().err == said
+
+
+def test_sentences_fit_the_terminal_and_commands_stay_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    words = "it takes the ranks by the predicted loss of the calibration data"
+    command = f"llmdistill train --teacher.model {'m' * 40} --data.train FILE"
+    text = f"Student     {words}\n{words}\n{command}\na  b  {words}\n    {words}"
+    folded = fold(text, Terminal()).split("\n")
+    assert folded[:3] == [
+        "Student     it takes the ranks by the",
+        " " * 12 + "predicted loss of the",
+        " " * 12 + "calibration data",
+    ]
+    assert folded[3:5] == ["it takes the ranks by the predicted loss", "of the calibration data"]
+    assert folded[5:] == text.split("\n")[2:], "a command, a table and what is indented"
+    answer = fold(f"  teacher   {words}", Terminal(), indent=12).split("\n")
+    assert answer == ["  teacher   it takes the ranks by the", *folded[1:3]]
+    assert fold(text, io.StringIO()) == text, "a file and a pipe get whole lines"
