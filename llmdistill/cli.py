@@ -123,6 +123,8 @@ def compress(arguments: Sequence[str]) -> None:
         raise UserError("--output is missing: name the student's folder, or add --dry_run")
     given, unchanged = build(parsed, FactorizeConfig, prefix="--"), asdict(DataConfig())
     limits = {key: value for key, value in parsed.data.as_dict().items() if value != unchanged[key]}
+    from llmdistill.data.sources import kind_of
+    from llmdistill.generation.self_written import choose_kind
     from llmdistill.models.configs import load_config
     from llmdistill.students.counting import build_reference, count_parameters  # after --help, as it loads torch
     from llmdistill.students.reconstruction import by_kind
@@ -200,16 +202,24 @@ def compress(arguments: Sequence[str]) -> None:
     if not parsed.json and "speed" in result:
         print_result(fold(f"In transformers, on this machine, {result['speed']}."))
     if not parsed.json and not parsed.dry_run:
-        words = ["--teacher.model", parsed.model, "--student.model", parsed.output, "--data.train"]
-        of = settings["calibration"]["data"] or "texts that the model samples"
+        calibrated, kind = settings["calibration"]["data"], None
+        is_written = writes or calibrated == TEACHER
+        if is_written:
+            kind = choose_kind(parsed.model, "auto")
+        elif calibrated is not None:
+            kind = kind_of(calibrated)
+        of = "rows that the model wrote" if is_written else calibrated or "texts that the model samples"
         for measured in distance:
-            print_result(fold(f"It {measured.sentence('rows that the model wrote' if writes else of)}."))
+            print_result(fold(f"It {measured.sentence(of)}."))
             if measured.divergence > HOPELESS and settings["weighting"] == "none":
                 warn_main("this is the plain SVD of the weights, which ruins most models: name --calibration.data FILE")
-        command = shlex.join(["llmdistill", "train", *words])
-        data = "teacher" if writes else "FILE"
+        words = ["--teacher.model", parsed.model, "--student.model", parsed.output]
+        # The rows of the calibration are data that the model reads, in these limits.
+        words += ["--data.train", TEACHER if is_written else calibrated or "FILE"]
+        words += ["--data.kind", "text"] if kind == "text" else []
+        words += [word for key, value in limits.items() for word in (f"--data.{key}", str(value))]
         print_result(fold(f"The untrained student is in {parsed.output}. Train it:"))
-        print_result(f"{command} {data}")
+        print_result(shlex.join(["llmdistill", "train", *words]))
 
 
 def export(arguments: Sequence[str]) -> None:

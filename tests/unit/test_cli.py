@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 
@@ -156,10 +157,14 @@ def test_compress_without_data_calibrates_on_what_the_model_writes(tmp_path, cap
     assert main([*words, *few, "--output", str(own)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "of rows that the model wrote" in shown
-    assert shown.endswith("--data.train teacher")
+    assert shown.endswith("--data.train teacher --data.kind text")
+    command = shlex.split(shown.partition("Train it: llmdistill train ")[2])
+    assert train_main([*command, "--ds_config", "zero1", "--dry_run"]) == 0  # it runs as it is printed
+    capsys.readouterr()
     [file] = (tmp_path / "cache" / "written").glob("*.jsonl")
     assert len(file.read_text().splitlines()) == 3
     assert main([*words, *few, "--output", str(given), "--calibration.data", str(file)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"--data.train {file} --data.kind text")
     weights = [(folder / "model.safetensors").read_bytes() for folder in (plain, own, given)]
     assert weights[1] == weights[2] != weights[0]
     monkeypatch.setattr(self_written, "load_model", lambda *_, **__: pytest.fail("writes before the folder is checked"))
@@ -188,6 +193,8 @@ def test_compress_takes_the_limits_of_its_calibration_data(tmp_path, capsys):
     assert main([*words, *data]) == 2
     assert "data.long_prompts" in capsys.readouterr().err
     assert main([*words, *data, "--data.long_prompts", "truncate"]) == 0
+    limits = "--data.max_prompt_length 12 --data.long_prompts truncate"
+    assert capsys.readouterr().out.rstrip().endswith(f"--data.train embedded:train {limits}")
     assert main([*words, "--rank", "8", "--weighting", "none", "--data.max_length", "100"]) == 2
     assert "data.max_length is for calibration data: give them, or leave it out" in capsys.readouterr().err
 
