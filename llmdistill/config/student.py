@@ -184,7 +184,8 @@ class QuantizeConfig:
     number of inputs it does not divide, such as a factor of some ranks, has one scale per row."""
     packed: bool = False
     """Save two int4 weights in a byte, which `import llmdistill` reads; transformers and torchao alone keep each in a
-    byte. Factorized students, which need llmdistill anyway, are always packed."""
+    byte. Students that need llmdistill anyway, factorized or with an embedding that has a buffer (Gemma 3), are always
+    packed."""
     embeddings: Literal["int8", "exact"] = "int8"
     """int8: the token embedding and the LM head, which learn as floats, are saved in int8 with one scale per row, even
     beside int4. exact: they keep their format, and take most of a small model's file."""

@@ -20,7 +20,7 @@ from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
 from llmdistill.config.student import QuantizeConfig
 from llmdistill.internals.torch_names import own_tensors
-from llmdistill.internals.transformers_names import set_weight_conversions, weight_conversions
+from llmdistill.internals.transformers_names import mark_initialized, set_weight_conversions, weight_conversions
 from llmdistill.models.rounding import (
     DEFAULT_GROUPS,
     bits_of,
@@ -37,16 +37,24 @@ from llmdistill.models.student_form import SavedSize, StudentForm, is_size
 def rounded_embeddings(model: PreTrainedModel) -> list[str]:
     """Return the names of the token embedding and the LM head that get few bits.
 
-    Factors are no such, and neither is an embedding with a buffer, as Gemma 3's, which transformers would not fill when
-    it loads few bits; nor is a head that is tied to one of them.
+    Factors are no such, nor is a head that is tied to one of them.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    chosen: list[nn.Module] = [embedding] if type(embedding) is nn.Embedding else []
+    chosen: list[nn.Module] = [embedding] if isinstance(embedding, nn.Embedding) else []
     table = None if embedding is None else own_tensors(embedding)[0].get("weight")
     if type(head) is nn.Linear and (chosen or head.weight is not table):
         chosen.append(head)
     return [names[module] for module in chosen]
+
+
+def has_scaled_embedding(model: PreTrainedModel) -> bool:
+    """Return whether the token embedding has a buffer, as Gemma 3's factor of the rows.
+
+    transformers alone leaves such a buffer empty when it loads an embedding of few bits; `settle_loaded` fills it.
+    """
+    embedding = model.get_input_embeddings()
+    return isinstance(embedding, nn.Embedding) and bool(own_tensors(embedding)[1])
 
 
 def fake_quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
@@ -93,10 +101,16 @@ class _Identity(torch.autograd.Function):
         return gradients[0], None
 
 
+def needs_loader(model: PreTrainedModel, settings: QuantizeConfig) -> bool:
+    """Return whether a model without factors, saved with such weights, is read by llmdistill alone."""
+    return settings.packed or (settings.embeddings == "int8" and has_scaled_embedding(model))
+
+
 @torch.no_grad()
 def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     """Round the weights of the linears of the layers to int8 or int4, and those of the token embedding and the LM head
-    to int8, in place; save_pretrained then writes them so. A tied head stays tied.
+    to int8, in place; save_pretrained then writes them so. A tied head stays tied. Saved, it is
+    a model of llmdistill where `needs_loader`, else one of transformers and torchao.
 
     Raises UserError if there is no linear.
     """
@@ -117,7 +131,7 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     config: Any = getattr(model.config, "quantization_config", None)
     if config is not None:
         config.quantize = saved
-    elif settings.packed:  # as a factorized student without factors
+    elif needs_loader(model, settings):  # as a factorized student without factors
         config = AutoQuantizationConfig.from_dict({"quant_method": "llmdistill", "quantize": saved})
     else:
         config = TorchAoConfig(torchao_config(settings.weights, group_size))
@@ -168,6 +182,11 @@ def settle_loaded(model: PreTrainedModel) -> None:
         if weight.dtype != dtype:
             made.setdefault(id(weight), nn.Parameter(weight.to(dtype), requires_grad=False))
             module.weight = made[id(weight)]
+    if has_scaled_embedding(model):  # whose buffer transformers takes for filled as soon as the weight is there
+        embedding = model.get_input_embeddings()
+        mark_initialized(embedding.weight)
+        mark_initialized(embedding, initialized=False)
+        model.initialize_weights()
 
 
 @torch.no_grad()
@@ -264,7 +283,7 @@ class FewBits(StudentForm):
     def saved_size(self, size: SavedSize, settings: QuantizeConfig, build: Callable[[], PreTrainedModel]) -> SavedSize:
         model = build()
         is_factorized = getattr(model.config, "quantization_config", None) is not None
-        is_packed = settings.packed or (settings.weights == "int4" and is_factorized)
+        is_packed = settings.weights == "int4" and (is_factorized or needs_loader(model, settings))
         bytes = size.bytes
         for name in quantized_linears(model):
             outputs, inputs = cast(nn.Linear, model.get_submodule(name)).weight.shape

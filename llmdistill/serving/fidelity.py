@@ -28,6 +28,7 @@ from llmdistill.messages import logger
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import is_causal, max_positions
 from llmdistill.models.tokenizer import has_tokenizer, load_tokenizer
+from llmdistill.progress import progress
 from llmdistill.tasks.perplexity import perplexity_of, show_perplexity
 from llmdistill.tasks.text_windows import WindowSizes, cut_windows
 
@@ -132,7 +133,7 @@ def outputs_of(model: PreTrainedModel, rows: Rows, run: Run | None = None) -> Ou
     config, head = model.config, model.base_model is not model
     causal = is_causal(config)
     kept, labels, stored = list[Tensor](), list[Tensor](), 0
-    for batch in rows.batches:
+    for batch in progress(rows.batches, "Comparing outputs", "rows"):
         output = compute(batch)
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         if output.dim() < 3:  # a class of each sequence, or the place where a span begins

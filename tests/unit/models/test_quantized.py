@@ -107,7 +107,8 @@ def test_the_linears_of_the_layers_round_and_nothing_else(factors):
 
 @pytest.mark.parametrize(("kind", "factors", "tied", "settings"), [
     ("llama", "dense", True, INT8), ("llama", "dense", False, INT4), ("llama", "dense", True, PACKED),
-    ("gemma2", "dense", True, INT8), ("llama", "svd", True, INT4), ("bert", "dense", True, INT8),
+    ("gemma2", "dense", True, INT8), ("gemma3_text", "dense", True, INT8), ("gemma3_text", "dense", True, INT4),
+    ("gemma3_text", "svd", True, INT4), ("llama", "svd", True, INT4), ("bert", "dense", True, INT8),
 ])  # fmt: skip
 def test_the_embedding_and_the_head_are_rounded_to_int8_and_stay_tied(tmp_path, kind, factors, tied, settings):
     config = tiny_config(kind, tie_word_embeddings=tied)
@@ -127,7 +128,8 @@ def test_the_embedding_and_the_head_are_rounded_to_int8_and_stay_tied(tmp_path, 
     model.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
     assert size.bytes == sum(each.nbytes for each in files.values() if each.dtype != torch.int64)
-    if settings is not PACKED and factors == "dense":
+    is_scaled = kind == "gemma3_text"
+    if settings is not PACKED and factors == "dense" and not is_scaled:
         stock = auto.from_pretrained(tmp_path)
         assert torch.equal(outputs(stock), outputs(model))
         assert (stock.get_input_embeddings().weight is stock.get_output_embeddings().weight) == tied
@@ -153,14 +155,20 @@ def test_the_embedding_and_the_head_are_rounded_to_int8_and_stay_tied(tmp_path, 
     assert torch.allclose(outputs(loaded), outputs(model), atol=1e-5, rtol=0)
 
 
-def test_an_embedding_that_is_no_plain_one_stays_exact(tmp_path):
-    gemma = tiny_model("gemma3_text", tie_word_embeddings=True)
-    factors = random_student(AutoModelForCausalLM, tiny_config("llama"), {"rank": 5, "embedding_rank": 8})
-    for model, names in ((gemma, []), (factors, ["lm_head"])):
-        assert rounded_embeddings(model) == names
-        quantize(model, INT8)
-        model.save_pretrained(tmp_path)
-        assert torch.equal(outputs(load_model(tmp_path, dtype="auto", head="saved")), outputs(model))
+def test_a_factorized_embedding_stays_exact(tmp_path):
+    model = random_student(AutoModelForCausalLM, tiny_config("llama"), {"rank": 5, "embedding_rank": 8})
+    assert rounded_embeddings(model) == ["lm_head"]
+    quantize(model, INT8)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(outputs(load_model(tmp_path, dtype="auto", head="saved")), outputs(model))
+
+
+def test_a_scaled_embedding_that_stays_exact_needs_no_llmdistill(tmp_path):
+    model = tiny_model("gemma3_text", tie_word_embeddings=True)
+    quantize(model, replace(INT8, embeddings="exact"))
+    model.save_pretrained(tmp_path)
+    assert model.config.quantization_config.quant_method == "torchao"
+    assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path)), outputs(model))
 
 
 @pytest.mark.parametrize(("kind", "factors", "bits"), [

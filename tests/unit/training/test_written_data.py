@@ -9,6 +9,9 @@ from llmdistill.config import DataConfig, FactorizeConfig, RunConfig, StudentCon
 from llmdistill.config.generation import WriteConfig
 from llmdistill.config.student import CalibrationConfig
 from llmdistill.generation import self_written
+from llmdistill.studies import distillation
+from llmdistill.train import main
+from llmdistill.training import cost
 from llmdistill.training.written_data import describe_writing, with_written_data, written_settings
 
 
@@ -44,3 +47,19 @@ def test_a_teacher_writes_no_more_than_its_calibration_reads(calibration, write,
     assert (settings.rows, settings.unfinished) == (rows, "keep")
     trains = replace(config, data=replace(data, train="teacher"))
     assert written_settings(trains) == data.write
+
+
+def test_a_run_says_what_it_will_take_before_its_teacher_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(cost, "_LONG", 0)
+    monkeypatch.setattr(distillation, "run_chain", lambda *_, **__: None)
+    settings = (
+        "--method kd --train.steps 7 --student.factorize.target_params 40% --data.kind text --data.train teacher "
+        "--data.text.field output --data.valid embedded:valid --data.write.rows 3 --data.write.max_text_tokens 8"
+    )
+    command = [*settings.split(), "--output_dir", str(tmp_path / "run"), "--data.cache_dir", str(tmp_path / "cache")]
+    assert main(command) == 0
+    labels = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
+    assert labels == ["Recipe", "Cost", "Before"]
+    assert main(command) == 0
+    assert "Before" not in capsys.readouterr().out
