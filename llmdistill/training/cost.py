@@ -10,8 +10,10 @@ from llmdistill.progress import duration
 from llmdistill.training.disk import STATE_BYTES
 from llmdistill.training.plan import Plan
 
-_LONG = 1e14
-"""Operations from which a run says what it will take: less is done before anybody would ask."""
+_LITTLE = 1e12
+"""Operations below which a run does not say what it will take."""
+_SOON = 120
+"""Nor does one of fewer seconds: it is done before anybody would ask."""
 
 
 def estimate_cost(plan: Plan) -> dict[str, float] | None:
@@ -37,12 +39,14 @@ def forecast(plan: Plan, device: torch.device) -> str | None:
     memory leaves out activations, which `llmdistill plan` counts.
     """
     estimated = estimate_cost(plan) if plan.trains else None
-    if estimated is None or estimated["flops"] < _LONG:
+    if estimated is None or estimated["flops"] < _LITTLE:
+        return None
+    seconds = time_here(plan, estimated["flops"], device)
+    if seconds is not None and seconds < _SOON:
         return None
     sizes, item = plan.models.sizes, plan.models.dtype.itemsize
     held = sizes["student_params"] * (2 * item + STATE_BYTES) + plan.runs_teacher * sizes["teacher_params"] * item
     text = f"{estimated['tokens']:,} tokens of training at most"
-    seconds = time_here(plan, estimated["flops"], device)
     if seconds is not None:
         text += f", some {duration(seconds)} on this machine"
     return f"{text}; up to {byte_size(held)} for weights, gradients and optimizer. The start and the scores come on top"

@@ -51,7 +51,8 @@ def test_a_teacher_writes_no_more_than_its_calibration_reads(calibration, write,
 
 def test_a_run_says_what_it_will_take_before_its_teacher_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(cost, "_LONG", 0)
+    monkeypatch.setattr(cost, "_SOON", 0)
+    monkeypatch.setattr(cost, "_LITTLE", 0)
     monkeypatch.setattr(distillation, "run_chain", lambda *_, **__: None)
     settings = (
         "--method kd --train.steps 7 --student.factorize.target_params 40% --data.kind text --data.train teacher "
