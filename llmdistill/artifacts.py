@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,16 +57,29 @@ def _differences(old: Any, new: Any, key: str) -> list[Difference]:
     ]
 
 
-def compare_records(old: Mapping[str, Any] | None, new: Mapping[str, Any], *, subject: str, remedy: str) -> None:
+def say_difference(difference: Difference) -> str:
+    """Return which value a setting had, and which it has now."""
+    return f"{difference.key} was {difference.old} and is now {difference.new}"
+
+
+def compare_records(
+    old: Mapping[str, Any] | None,
+    new: Mapping[str, Any],
+    *,
+    subject: str,
+    remedy: str,
+    say: Callable[[Difference], str] = say_difference,
+) -> None:
     """Raise a UserError if the requested record differs from the saved one, if there is one.
 
-    It begins with `subject`, names the first setting, its old and new value, and how many more, and ends with `remedy`.
+    It begins with `subject`, names the first setting, its old and new value as `say` puts them, and how many more, and
+    ends with `remedy`.
     """
     changes = [] if old is None else differences(old, new)
     if changes:
         first = changes[0]
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
-        raise UserError(f"{subject}: {first.key} was {first.old} and is now {first.new}{more}; {remedy}")
+        raise UserError(f"{subject}: {say(first)}{more}; {remedy}")
 
 
 def find_record(file: Path, keys: Mapping[str, Any] | None = None) -> tuple[dict[str, Any] | None, str | None]:

@@ -130,7 +130,7 @@ def compress(arguments: Sequence[str]) -> None:
     from llmdistill.students.reconstruction import by_kind
     from llmdistill.students.sizes import describe_ranks
     from llmdistill.students.speed import describe_speed
-    from llmdistill.tasks.distance import HOPELESS, Distance
+    from llmdistill.tasks.distance import Distance
     from llmdistill.training.defaults import LEAST_EXAMPLES, settle_compress, starts_by_data
     from llmdistill.training.written_data import calibration_file
 
@@ -201,7 +201,7 @@ def compress(arguments: Sequence[str]) -> None:
     _show(result, parsed.json, [key for key in shown if key in result])
     if not parsed.json and "speed" in result:
         print_result(fold(f"In transformers, on this machine, {result['speed']}."))
-    if not parsed.json and not parsed.dry_run:
+    if not parsed.dry_run:
         calibrated, kind = settings["calibration"]["data"], None
         is_written = writes or calibrated == TEACHER
         if is_written:
@@ -210,9 +210,15 @@ def compress(arguments: Sequence[str]) -> None:
             kind = kind_of(calibrated)
         of = "rows that the model wrote" if is_written else calibrated or "texts that the model samples"
         for measured in distance:
-            print_result(fold(f"It {measured.sentence(of)}."))
-            if measured.divergence > HOPELESS and settings["weighting"] == "none":
-                warn_main("this is the plain SVD of the weights, which ruins most models: name --calibration.data FILE")
+            if measured.is_hopeless:
+                remedy = "give it more parameters (--target_params)"
+                if settings["weighting"] == "none" and parsed.method == "svd":
+                    remedy = "the plain SVD of the weights ruins most models, so name --calibration.data FILE"
+                warn_main(f"the student {measured.sentence(of)}; {remedy}, or expect to train it almost from nothing")
+            elif not parsed.json:
+                print_result(fold(f"It {measured.sentence(of)}."))
+        if parsed.json:
+            return
         words = ["--teacher.model", parsed.model, "--student.model", parsed.output]
         # The rows of the calibration are data that the model reads, in these limits.
         words += ["--data.train", TEACHER if is_written else calibrated or "FILE"]

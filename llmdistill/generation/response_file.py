@@ -13,12 +13,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from llmdistill.artifacts import compare_records, read_record
+from llmdistill.artifacts import Difference, compare_records, read_record
 from llmdistill.embedded import locate, locate_data
 from llmdistill.errors import UserError
 from llmdistill.files import write_error, write_json
 from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.models.companions import download
+
+_CONTENTS = {
+    "teacher_fingerprint": "the model",
+    "data_fingerprint": "the content of the prompts' file",
+    "prompt_ids_fingerprint": "the tokens of the prompts",
+}
+"""What each fingerprint of a request stands for."""
 
 Answers = dict[int, list[int]]
 """Index of a prompt -> its new tokens."""
@@ -68,14 +75,26 @@ def parts_folder(output: Path) -> Path:
 
 
 def claim_output(
-    output: Path, request: dict[str, Any], *, command: str = "llmdistill generate", begun: dict[str, Any] | None = None
+    output: Path,
+    request: dict[str, Any],
+    *,
+    command: str = "llmdistill generate",
+    begun: dict[str, Any] | None = None,
+    flags: str = "--",
 ) -> bool:
     """Check that an output is unused or belongs to this request; return whether it is already finished.
 
     `request` is everything that determines the rows, as plain JSON values, and `begun` what determines those of an
-    unfinished output, by default the same. Raises UserError if the output or its parts belong to another request, or
-    the output was changed.
+    unfinished output, by default the same. `flags` stands before the names of settings in messages. Raises UserError if
+    the output or its parts belong to another request, or the output was changed.
     """
+
+    def say(difference: Difference) -> str:
+        old, new = ("not given" if value is None else value for value in (difference.old, difference.new))
+        if difference.key in _CONTENTS:
+            return f"{_CONTENTS[difference.key]} differs ({old} then, {new} now)"
+        return f"{flags}{difference.key.removeprefix('settings.')} was {old} and is now {new}"
+
     begun = request if begun is None else begun
     parts = parts_folder(output)
     earlier_request = read_record(parts / "request.json", remedy=f"remove {parts}, or choose another --output")
@@ -84,7 +103,7 @@ def claim_output(
         if record is not None:
             same = {key: record.get(key) for key in request}
             subject = f"{output} holds the answers to another request"
-            compare_records(same, request, subject=subject, remedy="choose another --output")
+            compare_records(same, request, subject=subject, remedy="choose another --output", say=say)
             if file_sha256(output) != record.get("output_sha256"):
                 raise UserError(f"{output} was changed after it was generated; choose another --output, or remove it")
             shutil.rmtree(parts, ignore_errors=True)  # they are left if a kill came after the record
@@ -98,7 +117,7 @@ def claim_output(
     if earlier_request is not None:
         subject = f"{parts} holds batches of another request"
         remedy = "choose another --output, or remove that folder"
-        compare_records(earlier_request, begun, subject=subject, remedy=remedy)
+        compare_records(earlier_request, begun, subject=subject, remedy=remedy, say=say)
     elif any(parts.glob("rank-*.jsonl")):
         raise UserError(f"{parts} holds batches, but no request.json; remove that folder, or choose another --output")
     else:

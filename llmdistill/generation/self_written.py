@@ -66,12 +66,39 @@ Reason = Literal["unfinished", "empty", "with marks of the template", "near-dupl
 
 
 @dataclass(frozen=True, kw_only=True)
+class Flags:
+    """How the user of a command says what is written, for messages."""
+
+    settings: str
+    """What stands before the name of a setting."""
+    texts: str | None
+    """Lets the model write texts."""
+    data: str | None
+    """Names data, so that the model writes none."""
+
+    def advise(self, *first: str, texts: bool = False) -> str:
+        """Join ways out; `texts`: that the model writes texts is one of them."""
+        ways = [*first]
+        if texts and self.texts is not None:
+            ways.append(f"have it write texts ({self.texts})")
+        if self.data is not None:
+            ways.append(f"give data ({self.data})")
+        return ", or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)
+
+
+OF_WRITE = Flags(settings="--", texts="--kind text", data=None)
+OF_RUNS = Flags(settings="--data.write.", texts="--data.kind text", data="--data.train FILE")
+OF_COMPRESS = Flags(settings="", texts=None, data="--calibration.data FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """One request with all settings resolved."""
 
     teacher: str
     kind: DataKind
     output: Path
+    flags: Flags
     settings: WriteConfig
     engine: EngineName
     dtype: Literal["fp32", "bf16"]
@@ -216,7 +243,12 @@ class _Sieve:
 
 
 def write_data(
-    model: str, output: Path, settings: WriteConfig, *, kind: DataKind | Literal["auto"] = "auto"
+    model: str,
+    output: Path,
+    settings: WriteConfig,
+    *,
+    kind: DataKind | Literal["auto"] = "auto",
+    flags: Flags = OF_WRITE,
 ) -> dict[str, Any]:
     """Write a file of training data by a model; every rank must call this function.
 
@@ -228,6 +260,7 @@ def write_data(
         output: the JSONL file to write: rows of messages, or of a text.
         settings: what is written, and how it is sampled.
         kind: instructions for chats, text; auto: chats if the tokenizer has a chat template, else texts.
+        flags: how the user says all this.
 
     Returns:
         The record in OUTPUT.provenance.json, the same on every rank.
@@ -236,12 +269,14 @@ def write_data(
         UserError: the model cannot write such data, the settings do not fit it, or the output belongs to another
             request.
     """
-    job = _plan_job(model, output, settings, kind)
+    job = _plan_job(model, output, settings, kind, flags)
     request = request_of(model, settings, job.kind)
 
     def claim() -> tuple[bool, dict[int, Any]]:
         begun = {**request, "settings": {**request["settings"], "rows": None, "tokens": None}}
-        finished = response_file.claim_output(output, request, command="llmdistill write", begun=begun)
+        finished = response_file.claim_output(
+            output, request, command="llmdistill write", begun=begun, flags=flags.settings
+        )
         return finished, {} if finished else response_file.read_batches(output)
 
     finished, rounds = on_main(claim)
@@ -269,7 +304,7 @@ def request_of(model: str, settings: WriteConfig, kind: DataKind) -> dict[str, A
     }
 
 
-def choose_kind(model: str, kind: DataKind | Literal["auto"]) -> DataKind:
+def choose_kind(model: str, kind: DataKind | Literal["auto"], flags: Flags = OF_WRITE) -> DataKind:
     """Return the kind of data that a model writes; a CannotWrite if it is not able to write that."""
     folder = locate(model)
     config = load_config(folder)
@@ -278,16 +313,16 @@ def choose_kind(model: str, kind: DataKind | Literal["auto"]) -> DataKind:
     has_template = load_tokenizer(folder).chat_template is not None
     if kind == "instructions" and not has_template:
         raise CannotWrite(
-            f"{model} cannot write instructions, because its tokenizer has no chat template; take an instruct model, "
-            "have it write texts (kind text), or give instructions (data.train)"
+            f"{model} cannot write instructions, because its tokenizer has no chat template; "
+            f"{flags.advise('take an instruct model', texts=True)}"
         )
     return kind if kind != "auto" else "instructions" if has_template else "text"
 
 
-def _plan_job(model: str, output: Path, settings: WriteConfig, kind: DataKind | Literal["auto"]) -> _Job:
+def _plan_job(model: str, output: Path, settings: WriteConfig, kind: DataKind | Literal["auto"], flags: Flags) -> _Job:
     """Resolve the request, and check everything that can be checked without the weights."""
     world = World.current()
-    kind, folder = choose_kind(model, kind), locate(model)
+    kind, folder = choose_kind(model, kind, flags), locate(model)
     engine = choose_engine(settings.engine, folder, no_repeat_ngram_size=0, world_size=world.size)
     config, tokenizer = load_config(folder), load_tokenizer(folder)
     if tokenizer.eos_token_id is None:
@@ -303,8 +338,8 @@ def _plan_job(model: str, output: Path, settings: WriteConfig, kind: DataKind | 
             why = ""
         if turn is None:
             raise CannotWrite(
-                f"{model} cannot write instructions: its chat template does not write a text of the user{why}; have it "
-                "write texts (kind text)"
+                f"{model} cannot write instructions: its chat template does not write a text of the user{why}; "
+                f"{flags.advise(texts=True)}"
             )
         opening, behind = (
             tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in (turn.opening, turn.end)
@@ -323,16 +358,21 @@ def _plan_job(model: str, output: Path, settings: WriteConfig, kind: DataKind | 
     context, around = getattr(config, "max_position_embeddings", None) or NO_LIMIT, len(opening) + len(behind)
     if kind == "text":
         most = min(TEXT_TOKENS, context - around) if settings.max_text_tokens is None else settings.max_text_tokens
-        longest, limits = around + most, f"max_text_tokens is {most}"
+        longest, limits = around + most, f"{flags.settings}max_text_tokens is {most}"
     else:
         most, answer = settings.max_prompt_tokens, settings.max_answer_tokens
-        longest, limits = around + most + answer, f"max_prompt_tokens is {most} and max_answer_tokens {answer}"
+        longest = around + most + answer
+        limits = f"{flags.settings}max_prompt_tokens is {most} and {flags.settings}max_answer_tokens {answer}"
     if longest > context:
-        raise UserError(f"{limits}: with {around} tokens around them that is beyond the {context} of {model}; lower it")
+        remedy = "lower it" if flags.settings else flags.advise()
+        raise CannotWrite(
+            f"{limits}: with {around} tokens around them that is beyond the {context} of {model}; {remedy}"
+        )
     return _Job(
         teacher=model,
         kind=kind,
         output=output,
+        flags=flags,
         settings=settings,
         engine=engine,
         dtype=choose_dtype(settings.dtype, world.device),
@@ -407,8 +447,8 @@ def _write_rounds(job: _Job, sieve: _Sieve) -> None:
                 if nats > _NOISE * math.log(job.vocabulary):
                     raise CannotWrite(
                         f"{job.teacher} writes noise: its own samples cost it {nats:.1f} nats a token, and a choice "
-                        f"among all tokens alike costs {math.log(job.vocabulary):.1f}; take a trained model, or give "
-                        "data (data.train)"
+                        f"among all tokens alike costs {math.log(job.vocabulary):.1f}; "
+                        f"{job.flags.advise('take a trained model')}"
                     )
             staying = sieve.judge_turns(turns)
             answers: dict[int, Sample] = {}

@@ -48,8 +48,14 @@ class Distance:
     @property
     def verdict(self) -> str:
         """What the divergence means, as the end of a sentence that begins with the student."""
-        limit = next((limit for limit in _VERDICTS if self.divergence <= limit), None)
-        return "keeps nothing sensible of its teacher" if limit is None else _VERDICTS[limit]
+        if self.is_hopeless:
+            return "keeps nothing sensible of its teacher"
+        return next(words for limit, words in _VERDICTS.items() if self.divergence <= limit)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether nothing sensible of the teacher is left, of which users are warned."""
+        return self.divergence > HOPELESS
 
     def sentence(self, of: str) -> str:
         """Say what the divergence means, and on which text it was measured."""

@@ -26,7 +26,7 @@ from llmdistill.report.tables import print_table
 from llmdistill.runtime.distributed import World, broadcast_object, on_main
 from llmdistill.runtime.terminal import print_main
 from llmdistill.tasks.base import TaskData
-from llmdistill.tasks.distance import HOPELESS, Distance, ModelRows, compare_rows, cut_to_tokens, read_rows
+from llmdistill.tasks.distance import Distance, ModelRows, compare_rows, cut_to_tokens, read_rows
 from llmdistill.tasks.rouge import rouge_l
 from llmdistill.teachers.live import TeacherOnDemand
 from llmdistill.training.plan import Plan
@@ -88,8 +88,8 @@ class Nearness:
     def measure(self, key: str, name: str, load: Callable[[], PreTrainedModel]) -> str | None:
         """Measure and print a student, or read what was measured before; return a warning in words.
 
-        The untrained student is warned of if it keeps nothing sensible, and the trained one if it is further from its
-        teacher than that.
+        An untrained student that keeps nothing sensible is warned of instead of printed, and a trained one if it is
+        further from its teacher than the untrained one.
 
         Every rank must call this method.
         """
@@ -107,7 +107,9 @@ class Nearness:
             self._record(key, {**broadcast_object(compared), "of": of, **answers})
         values = self.measured[key]
         distance = Distance(**{name: values[name] for name in Distance.__dataclass_fields__})
-        print_main(f"{name.capitalize():12}{distance.sentence(values['of'])}")
+        sentence = distance.sentence(values["of"])
+        if key != "untrained" or not distance.is_hopeless:
+            print_main(f"{name.capitalize():12}{sentence}")
         if key != "untrained":
             # A rate that is too high for a good start leads away from the teacher.
             before = self.measured.get("untrained", {}).get("divergence", math.inf)
@@ -118,17 +120,16 @@ class Nearness:
                 f"({distance.divergence:.3g} nats per token, {before:.3g} before): lower train.learning_rate "
                 f"({self.plan.config.train.learning_rate:g}), or train for more steps"
             )
-        if distance.divergence <= HOPELESS:
+        if not distance.is_hopeless:
             return None
-        remedy = (
-            "raise student.factorize.target_params"
-            if self.plan.config.student.factorize.is_weighted
-            else "leave student.factorize.weighting out, so that data weight its start"
-        )
-        return (
-            f"the untrained student keeps nothing sensible of its teacher ({distance.divergence:.3g} nats per token): "
-            f"{remedy}, or expect to train it almost from nothing"
-        )
+        settings = self.plan.config.student
+        if not settings.is_factorized:
+            remedy = "begin with another student"
+        elif settings.factorize.is_weighted or settings.method != "svd":
+            remedy = "give it more parameters (student.factorize.target_params)"
+        else:
+            remedy = "leave student.factorize.weighting out, so that data weight its start"
+        return f"the untrained student {sentence}; {remedy}, or expect to train it almost from nothing"
 
     def _record(self, key: str, values: Mapping[str, Any]) -> None:
         self.measured[key] = dict(values)

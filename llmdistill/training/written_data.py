@@ -15,7 +15,16 @@ from llmdistill.data.sources import DataKind
 from llmdistill.errors import UserError
 from llmdistill.files import cache_folder, try_lock, write_error
 from llmdistill.fingerprints import content_fingerprint
-from llmdistill.generation.self_written import ROWS, TEXT_TOKENS, choose_kind, request_of, write_data
+from llmdistill.generation.self_written import (
+    OF_COMPRESS,
+    OF_RUNS,
+    ROWS,
+    TEXT_TOKENS,
+    Flags,
+    choose_kind,
+    request_of,
+    write_data,
+)
 from llmdistill.messages import say
 from llmdistill.runtime.distributed import World, on_main
 from llmdistill.training.defaults import usual_examples
@@ -47,7 +56,7 @@ def with_written_data(config: RunConfig, *, write: bool = True) -> RunConfig:
     model, kind, settings = str(config.teacher.model), written_kind(config), written_settings(config)
     path = written_file(model, settings, kind, config.data.cache_dir)
     if write:
-        write_once(model, settings, kind, path)
+        write_once(model, settings, kind, path, OF_RUNS)
     elif not path.is_file():
         return config
     calibration = config.student.factorize.calibration
@@ -62,7 +71,7 @@ def with_written_data(config: RunConfig, *, write: bool = True) -> RunConfig:
 
 def written_kind(config: RunConfig) -> DataKind:
     """Return what the teacher of a run writes; a UserError if it cannot."""
-    return choose_kind(str(config.teacher.model), "text" if config.data.kind == "text" else "instructions")
+    return choose_kind(str(config.teacher.model), "text" if config.data.kind == "text" else "instructions", OF_RUNS)
 
 
 def written_settings(config: RunConfig) -> WriteConfig:
@@ -92,7 +101,7 @@ def written_file(model: str, settings: WriteConfig, kind: DataKind, cache_dir: s
     return cache_folder(cache_dir) / "written" / f"{name}.jsonl"
 
 
-def write_once(model: str, settings: WriteConfig, kind: DataKind, path: Path) -> None:
+def write_once(model: str, settings: WriteConfig, kind: DataKind, path: Path, flags: Flags) -> None:
     """Write the file unless it is finished, while no other process does; every rank must call this function."""
     locks = list[IO[str]]()  # of rank 0
 
@@ -108,7 +117,7 @@ def write_once(model: str, settings: WriteConfig, kind: DataKind, path: Path) ->
 
     try:
         on_main(lock)
-        record = write_data(model, path, settings, kind=kind)
+        record = write_data(model, path, settings, kind=kind, flags=flags)
     finally:
         for file in locks:
             file.close()
@@ -167,7 +176,7 @@ def calibration_file(model: object, calibration: CalibrationConfig) -> str:
             f"{type(model).__name__} in memory: save it first, or give data"
         )
     settings, name = for_calibration(WriteConfig(), calibration), str(model)
-    kind = choose_kind(name, "auto")
+    kind = choose_kind(name, "auto", OF_COMPRESS)
     path = written_file(name, settings, kind, None)
-    write_once(name, settings, kind, path)
+    write_once(name, settings, kind, path, OF_COMPRESS)
     return str(path)

@@ -19,6 +19,7 @@ from llmdistill.config.recipes import RECIPES, recipe_names
 from llmdistill.embedded import locate
 from llmdistill.generation import self_written
 from llmdistill.models.tokenizer import load_tokenizer
+from llmdistill.tasks.distance import HOPELESS
 from llmdistill.train import main as train_main
 
 from support import ROOT
@@ -184,6 +185,24 @@ def test_compress_of_a_model_that_cannot_write_is_the_plain_svd(tmp_path, capsys
     assert "writes noise" in " ".join(capsys.readouterr().err.split())
     own, plain = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("own", "plain"))
     assert own == plain
+
+
+@pytest.mark.parametrize(("start", "remedy"), [
+    (["--weighting", "none"], "the plain SVD of the weights ruins most models"),
+    (["--weighting", "activations"], "give it more parameters (--target_params)"),
+])  # fmt: skip
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_compress_warns_where_nothing_sensible_is_left(tmp_path, capsys, start, remedy, as_json):
+    words = ["compress", "--model", "embedded:teacher", "--rank", "1", "--output", str(tmp_path / "student"), *as_json]
+    data = ["--calibration.data", "embedded:train", "--calibration.examples", "8"] if "none" not in start else []
+    assert main([*words, *start, *data]) == 0
+    captured = capsys.readouterr()
+    warned = " ".join(captured.err.replace("\u2502", " ").split())
+    assert "WARNING" in warned
+    assert "the student keeps nothing sensible of its teacher: " in warned
+    assert remedy in warned
+    assert "nothing sensible" not in captured.out
+    assert not as_json or json.loads(captured.out)["distance"]["divergence"] > HOPELESS
 
 
 def test_compress_takes_the_limits_of_its_calibration_data(tmp_path, capsys):

@@ -211,8 +211,8 @@ def test_another_request_is_refused_and_named(generate, data, tmp_path, monkeypa
     generate()
     monkeypatch.setattr(responses, "load_model", lambda *_, **__: pytest.fail("refused too late"))
 
-    refuses("a.jsonl holds the answers to another request: settings.seed was 4 and is now 5;", generate, seed=5)
-    said = "cut.jsonl.parts holds batches of another request: settings.seed was 4 and is now 5"
+    refuses("a.jsonl holds the answers to another request: --seed was 4 and is now 5;", generate, seed=5)
+    said = "cut.jsonl.parts holds batches of another request: --seed was 4 and is now 5"
     refuses(said, generate, "cut.jsonl", seed=5)
     content = output.read_text()
     output.write_text(content + content)
@@ -220,7 +220,7 @@ def test_another_request_is_refused_and_named(generate, data, tmp_path, monkeypa
     output.write_text(content)
     data.write_text(data.read_text().replace("colour : red", "colour : blue"), encoding="utf-8")
     for name in ("a.jsonl", "cut.jsonl"):
-        refuses("data_fingerprint was sha256:", generate, name)
+        refuses("the content of the prompts' file differs (sha256:", generate, name)
     provenance_file(output).unlink()
     refuses("did not write it; choose another --output", generate)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -17,10 +18,11 @@ from transformers import TopPLogitsWarper
 
 from llmdistill.config.generation import WriteConfig
 from llmdistill.data.sources import read_examples
+from llmdistill.errors import UserError
 from llmdistill.generation import self_written
 from llmdistill.generation.response_file import check_teacher, parts_folder
 from llmdistill.generation.row_draws import cut_to_top_p
-from llmdistill.generation.self_written import write_data
+from llmdistill.generation.self_written import OF_COMPRESS, OF_RUNS, OF_WRITE, write_data
 from llmdistill.models.chat_templates import user_turn
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
@@ -147,7 +149,7 @@ def test_a_finished_file_is_not_written_again_and_another_request_is_refused(cha
     monkeypatch.setattr(self_written, "load_model", lambda *_, **__: pytest.fail("written again"))
     assert write_data(str(chatter), tmp_path / "a.jsonl", replace(SETTINGS, batch_size=99)) == record
     other = replace(SETTINGS, temperature=1.0)
-    refuses("settings.temperature was 0.9 and is now 1.0", write_data, str(chatter), tmp_path / "a.jsonl", other)
+    refuses("--temperature was 0.9 and is now 1.0", write_data, str(chatter), tmp_path / "a.jsonl", other)
 
 
 def test_texts_go_on_from_the_begin_token_and_count_their_tokens(teacher, tmp_path):
@@ -191,6 +193,41 @@ def test_a_model_that_cannot_write_is_told_so(teacher, chatter, tmp_path):
     refuses("its chat template does not write a text of the user", write_data, str(teacher), output, SETTINGS)
     (teacher / "chat_template.jinja").unlink()
     refuses("has no chat template", write_data, str(teacher), output, SETTINGS, kind="instructions")
+
+
+@pytest.mark.parametrize(("flags", "ways"), [
+    (OF_WRITE, ("take an instruct model, or have it write texts (--kind text)", "take a trained model")),
+    (OF_RUNS, (
+        "take an instruct model, have it write texts (--data.kind text), or give data (--data.train FILE)",
+        "take a trained model, or give data (--data.train FILE)",
+    )),
+    (OF_COMPRESS, (
+        "take an instruct model, or give data (--calibration.data FILE)",
+        "take a trained model, or give data (--calibration.data FILE)",
+    )),
+])  # fmt: skip
+def test_a_refusal_names_the_flags_of_the_command(teacher, tmp_path, flags, ways):
+    output, chats = tmp_path / "a.jsonl", {"kind": "instructions", "flags": flags}
+    with pytest.raises(UserError, match=f"no chat template; {re.escape(ways[0])}$"):
+        write_data(str(teacher), output, SETTINGS, **chats)
+    tiny_model("llama", vocab_size=15, eos_token_id=0, bos_token_id=None, pad_token_id=None).save_pretrained(teacher)
+    with pytest.raises(UserError, match=f"writes noise.*; {re.escape(ways[1])}$"):
+        write_data(str(teacher), output, SETTINGS, flags=flags)
+
+
+def test_a_file_of_another_request_is_refused_by_what_the_user_typed(teacher, tmp_path):
+    output, settings = tmp_path / "a.jsonl", replace(SETTINGS, rows=2, max_text_tokens=8)
+    write_data(str(teacher), output, settings)
+    for flags, changed, said in (
+        (OF_WRITE, {"rows": 3}, ": --rows was 2 and is now 3; choose another --output"),
+        (OF_WRITE, {"rows": None, "tokens": 9}, ": --rows was 2 and is now not given (and 1 more);"),
+        (OF_RUNS, {"seed": 4}, ": --data.write.seed was 3 and is now 4;"),
+    ):
+        refuses(said, write_data, str(teacher), output, replace(settings, **changed), flags=flags)
+    model = load_model(teacher, dtype=torch.float32)
+    model.lm_head.weight.data += 1
+    model.save_pretrained(teacher)
+    refuses(": the model differs (sha256:", write_data, str(teacher), output, settings)
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
