@@ -128,7 +128,7 @@ def compress(arguments: Sequence[str]) -> None:
     from llmdistill.models.configs import load_config
     from llmdistill.students.counting import build_reference, count_parameters  # after --help, as it loads torch
     from llmdistill.students.reconstruction import by_kind
-    from llmdistill.students.sizes import describe_ranks
+    from llmdistill.students.sizes import describe_params, describe_ranks
     from llmdistill.students.speed import describe_speed
     from llmdistill.tasks.distance import Distance
     from llmdistill.training.defaults import LEAST_EXAMPLES, settle_compress, starts_by_data
@@ -198,6 +198,8 @@ def compress(arguments: Sequence[str]) -> None:
     )
     if not parsed.json and result.get("rank", 0) is None:
         result["rank"] = describe_ranks(result)
+    if parsed.dry_run and not parsed.json:
+        result["student_params"] = describe_params(result).removesuffix(" parameters")
     _show(result, parsed.json, [key for key in shown if key in result])
     if not parsed.json and "speed" in result:
         print_result(fold(f"In transformers, on this machine, {result['speed']}."))

@@ -240,14 +240,14 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     from llmdistill.planning.choices import best_by_kind, gigabytes
     from llmdistill.planning.layout import Duration
     from llmdistill.report.tables import print_table
-    from llmdistill.students.sizes import describe_ranks
+    from llmdistill.students.sizes import describe_params, describe_ranks
     from llmdistill.training.written_data import names_teacher
 
     train, sizes, cache = plan.config.train, plan.models.sizes, _find_cache(choices)
     ranks = describe_ranks(sizes)
     print_result(
         f"Teacher    {plan.config.teacher.model}, {sizes['teacher_params']:,} parameters\n"
-        f"Student    {sizes['method']}, {sizes['student_params']:,} parameters{ranks and f', rank {ranks}'}\n"
+        f"Student    {sizes['method']}, {describe_params(sizes)}{ranks and f', rank {ranks}'}\n"
         f"Step       {train.global_batch_size} sequences of {plan.config.data.max_length} tokens, "
         f"{' + '.join(plan.config.methods())}, {str(plan.models.dtype).removeprefix('torch.')}\n"
         f"Machine    {about_machine(machine)}\n"

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Hashable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -164,6 +165,33 @@ class StepLoader(ABC, Generic[Element]):
     def global_batch(self, step: int) -> list[Any]:
         """Return the examples of a step (from 0), or their indices, over all ranks, the longest example first."""
 
+    @abstractmethod
+    def keys(self, step: int) -> Sequence[Hashable]:
+        """Say which examples `global_batch` has, in its order: the same ones have the same keys in every epoch."""
+
+    @abstractmethod
+    def ended(self, examples: int, fresh: int) -> bool:
+        """Return whether the set has no other example, after so many of which the last step had so many new ones."""
+
+    def once(self, wanted: int) -> list[list[Element]]:
+        """Return the first examples of the steps, each once, until there are as many as `wanted` or no others.
+
+        They are in lists of a step each, of which one rank has all. In training a small set comes again and again.
+        """
+        assert self.share.world_size == 1, "the examples of a step are divided among ranks"
+        seen, steps, step = set[Hashable](), list[list[Element]](), 0
+        while len(seen) < wanted:
+            fresh = list[Element]()
+            for key, item in zip(self.keys(step), chain.from_iterable(self.micro_batch_items(step)), strict=True):
+                if key not in seen:
+                    seen.add(key)
+                    fresh.append(item)
+            steps += [fresh] if fresh else []
+            step += 1
+            if self.ended(step * self.share.global_batch_size, len(fresh)):
+                break
+        return steps
+
     def micro_batch_items(self, step: int) -> list[list[Element]]:
         """Return the examples of each of this rank's micro batches of a step, in order."""
         return self.share.micro_batches(self.global_batch(step))
@@ -207,6 +235,13 @@ class TrainLoader(StepLoader[Item]):
         )
         return bucket(window, seed=self.share.seed, step=step, bucket_steps=self.bucket_steps, length=self._length)
 
+    def keys(self, step: int) -> Sequence[Hashable]:
+        return self.global_batch(step)
+
+    def ended(self, examples: int, fresh: int) -> bool:
+        # The last window of an epoch, whose steps are shuffled, goes on into the next one.
+        return examples >= len(self.items) + self.bucket_steps * self.share.global_batch_size
+
     def micro_batch_items(self, step: int) -> list[list[Item]]:
         indices = self.share.micro_batches(self.global_batch(step))
         return [[self.items[index] for index in part] for part in indices]
@@ -222,6 +257,9 @@ class SequenceSet(Protocol):
 
     def length(self, place: int) -> int:
         """Return the number of tokens at a place, by which the sequences of a step are sorted."""
+
+    def key(self, place: int, seed: int) -> Hashable:
+        """Return what the sequences of the same piece of text have in common in all epochs."""
 
     def batch(self, places: Sequence[int], seed: int) -> Batch:
         """Return the sequences at these places, (B, T), a pure function of place and seed."""
@@ -246,6 +284,12 @@ class SequenceLoader(StepLoader[int]):
         first = step * share.global_batch_size
         places = [(first + offset) // size * size + index for offset, index in enumerate(indices)]
         return sorted(places, key=self.sequences.length, reverse=True)
+
+    def keys(self, step: int) -> Sequence[Hashable]:
+        return [self.sequences.key(place, self.share.seed) for place in self.global_batch(step)]
+
+    def ended(self, examples: int, fresh: int) -> bool:
+        return examples >= len(self.sequences)
 
 
 class PrefetchingLoader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -152,6 +152,13 @@ class StreamLoader(StepLoader[Encoded]):
             self._restart()
             raise
         return bucket(self._window, seed=self.share.seed, step=step, bucket_steps=self.share.bucket_steps)
+
+    def keys(self, step: int) -> Sequence[Hashable]:
+        """See StepLoader: equal examples count as one."""
+        return [item.sample_id for item in self.global_batch(step)]
+
+    def ended(self, examples: int, fresh: int) -> bool:
+        return fresh == 0  # the number of the examples is unknown
 
     def report(self) -> str:
         """Report the source of the examples, and how many were dropped or cut up to the last requested step."""

@@ -178,6 +178,10 @@ class MaskedTargets:
     def length(self, place: int) -> int:
         return len(self.items[place % len(self)])
 
+    def key(self, place: int, seed: int) -> int:
+        """See `sampler.SequenceSet`."""
+        return place % len(self)
+
     def batch(self, places: Sequence[int], seed: int) -> Batch:
         """See `sampler.SequenceSet`: the sequences are padded on the right."""
         items = [self.items[place % len(self)] for place in places]

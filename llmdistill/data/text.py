@@ -66,6 +66,10 @@ class TextSequences:
         """See `sampler.SequenceSet`: nearly all sequences are as long as they may be."""
         return self.max_length
 
+    def key(self, place: int, seed: int) -> int:
+        """See `sampler.SequenceSet`."""
+        return place % len(self)
+
     def batch(self, places: Sequence[int], seed: int) -> Batch:
         """See `sampler.SequenceSet`: the sequences are padded on the right."""
         return self.collate([self.read(seed, *divmod(place, len(self))) for place in places])
@@ -121,22 +125,31 @@ class MixedSequences:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    def key(self, place: int, seed: int) -> tuple[int, int]:
+        """See `sampler.SequenceSet`."""
+        number, _, index = self._find(place, seed)
+        return number, index
+
     def batch(self, places: Sequence[int], seed: int) -> Batch:
-        sequences = []
-        for place in places:
-            epoch, index = divmod(place, len(self))
-            number = int(np.searchsorted(self._ends, index, side="right"))
-            part, count = self.parts[number], self.counts[number]
-            # The sequences of a text are counted through the epochs of the mixture without end.
-            own_epoch, offset = divmod(epoch * count + index - int(self._ends[number] - count), len(part))
-            # A step of about the golden ratio of the size spreads even the first few sequences over the whole text, and
-            # needs no memory, unlike a permutation of a large text. Without a common divisor it reaches all of them.
-            start = int(np.random.default_rng((seed, own_epoch, number, STRIDE)).integers(len(part)))
-            stride = round(len(part) * 0.618)
-            while math.gcd(stride, len(part)) != 1:
-                stride += 1
-            sequences.append(part.read(seed, own_epoch, (start + offset * stride) % len(part), number))
-        return self.parts[0].collate(sequences)
+        found = [self._find(place, seed) for place in places]
+        return self.parts[0].collate(
+            [self.parts[number].read(seed, epoch, index, number) for number, epoch, index in found]
+        )
+
+    def _find(self, place: int, seed: int) -> tuple[int, int, int]:
+        """Return the text of a place, the epoch of that text, and the index in it."""
+        epoch, index = divmod(place, len(self))
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        part, count = self.parts[number], self.counts[number]
+        # The sequences of a text are counted through the epochs of the mixture without end.
+        own_epoch, offset = divmod(epoch * count + index - int(self._ends[number] - count), len(part))
+        # A step of about the golden ratio of the size spreads even the first few sequences over the whole text, and
+        # needs no memory, unlike a permutation of a large text. Without a common divisor it reaches all of them.
+        start = int(np.random.default_rng((seed, own_epoch, number, STRIDE)).integers(len(part)))
+        stride = round(len(part) * 0.618)
+        while math.gcd(stride, len(part)) != 1:
+            stride += 1
+        return number, own_epoch, (start + offset * stride) % len(part)
 
     def length(self, place: int) -> int:
         return self.parts[0].length(place)

@@ -208,6 +208,12 @@ def summarize(
     }
 
 
+def describe_params(sizes: Mapping[str, Any]) -> str:
+    """Describe the student's parameters in what `summarize` returns; a limit where the data will decide the ranks."""
+    limit = "up to " if isinstance(sizes.get("ranks"), str) else ""
+    return f"{limit}{sizes['student_params']:,} parameters"
+
+
 def describe_ranks(sizes: Mapping[str, Any]) -> str:
     """Describe the ranks in what `summarize` returns, such as "576 to 640"; "" without any."""
     ranks: str | Mapping[str, int] = sizes.get("ranks") or ""

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.batch import Batch, Loader
 from llmdistill.config import RunConfig
-from llmdistill.data.sampler import Share, TrainLoader
+from llmdistill.data.sampler import Share, StepLoader, TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.models.families import max_positions
 from llmdistill.models.heads import HeadName
@@ -98,7 +98,7 @@ class TaskData(ABC):
         raise AssertionError(f"the configuration allows no epochs for {type(self).__name__}")
 
     @abstractmethod
-    def loader(self, share: Share) -> Loader:
+    def loader(self, share: Share) -> StepLoader[Any]:
         """Return the loader of a rank's training batches."""
 
     def teacher_examples(self) -> tuple[Sequence[Any], Callable[[list[Any]], Batch]]:
@@ -125,7 +125,7 @@ class TaskData(ABC):
         if batches:
             return batches, "data.valid"
         loader = self.loader(share)
-        return [batch for step in range(4) for batch in loader.micro_batches(step)], "the training set"
+        return [loader.collate(items) for items in loader.once(32)], "the training set"
 
     def held_out_questions(self) -> list[HeldOutQuestion]:
         """Return a few questions of those rows, whose answers show what a model can do; by default none."""

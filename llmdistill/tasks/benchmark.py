@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmdistill.batch import Batch, Loader
+from llmdistill.batch import Batch
 from llmdistill.config import DataConfig, GenerationConfig, RunConfig, TrainConfig
-from llmdistill.data.sampler import Share, TrainLoader
+from llmdistill.data.sampler import Share, StepLoader, TrainLoader
 from llmdistill.errors import UserError
 from llmdistill.models.heads import HEADS, HeadName
 from llmdistill.runtime.distributed import World
@@ -71,7 +71,7 @@ class BenchmarkData(StoredData):
         """See Task. The steps of each epoch are rounded up, as in the papers."""
         return epochs * -(-len(self.train) // global_batch_size)
 
-    def loader(self, share: Share) -> Loader:
+    def loader(self, share: Share) -> StepLoader[Any]:
         return TrainLoader(self.train, share, self.collate)
 
     def metrics_of(self, score: Mapping[str, Any]) -> dict[str, float]:

@@ -79,8 +79,7 @@ def measure_weights(plan: Plan, teacher: Callable[[], LoadedTeacher], data: Task
         saved=_open_saved(plan.config, lambda: fingerprint(plan.models.teacher_path), plan.models.teacher_dtype),
         say=lambda text: print_main(f"Student     {text}"),
     )
-    what = f"{settings.weighting} on {settings.calibration.count} examples"
-    print_main(f"Student     its factors are weighted by {what}")
+    print_main(f"Student     its factors are weighted by {settings.weighting}")
     factors = weigh(parts, settings, plan.config.student.method)
     if world.is_main:
         # Statistics that were kept cost what they took then, so that students of a study can be compared.
@@ -301,6 +300,7 @@ def calibration_batches(
 ) -> tuple[list[Batch], list[Batch]]:
     """Return this rank's batches of the calibration data, and the held-out batches that follow them on every rank.
 
+    Each example is in one batch. If there are fewer than the settings want, they are shared out as the settings say.
     Every rank must call this function. `data` are the calibration data if they are read already. Raises a UserError if
     the data cannot be read.
     """
@@ -315,12 +315,29 @@ def calibration_batches(
     # A loader of one rank: its steps are batches, which the ranks take in turn.
     share = Share(seed=calibration.seed, global_batch_size=size, micro_batch_size=size)
     loader = (_read(config, models) if data is None else data).loader(share)
-    count = -(-calibration.count // size)
-    own, held_out = (
-        [batch for step in steps for batch in loader.micro_batches(step)]
-        for steps in (range(world.rank, count, world.size), range(count, count + -(-calibration.checked // size)))
-    )
-    return own, held_out
+    measured, checked = (-(-wanted // size) for wanted in (calibration.count, calibration.checked))
+    steps = loader.once((measured + checked) * size)
+    if [len(items) for items in steps] != [size] * (measured + checked):
+        items = [item for step in steps for item in step]
+        wanted = calibration.count + calibration.checked
+        held = calibration.checked * min(len(items), wanted) // wanted
+        first = len(items[:wanted]) - held
+        if first < world.size:
+            raise UserError(
+                f"the calibration data have only {len(items):,} examples for {world.size} ranks: give more data, or "
+                "run fewer ranks"
+            )
+        size = min(size, first // world.size)
+        parts = [items[:first], items[first : first + held]]
+        cut = [[part[start : start + size] for start in range(0, len(part), size)] for part in parts]
+        measured, steps = len(cut[0]), [*cut[0], *cut[1]]
+    counts = [sum(map(len, part)) for part in (steps[:measured], steps[measured:])]
+    if world.is_main:
+        more = f", and {counts[1]:,} more are held out" if counts[1] else ""
+        say(f"Student     {counts[0]:,} examples are its calibration data{more}", aside=True)
+    batches = [loader.collate(items) for items in [*steps[world.rank : measured : world.size], *steps[measured:]]]
+    own = len(range(world.rank, measured, world.size))
+    return batches[:own], batches[own:]
 
 
 def _batch_size(calibration: CalibrationConfig) -> int:

@@ -119,8 +119,8 @@ def _describe(settings: FactorizeConfig, why: str | None) -> str:
     of_data = settings.calibration.data or "the training set"
     reason = "" if why is None else f"; {why}"
     return (
-        f"the student starts with {start}, measured on {settings.calibration.examples} examples of {of_data}{reason} "
-        "(student.factorize.weighting none: the plain SVD)"
+        f"the student starts with {start}, measured on up to {settings.calibration.examples} examples of "
+        f"{of_data}{reason} (student.factorize.weighting none: the plain SVD)"
     )
 
 

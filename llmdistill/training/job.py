@@ -26,6 +26,7 @@ from llmdistill.runtime.engine import learning_rate, monitor_of
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.teacher import AsyncTeacher
 from llmdistill.students.counting import build_reference, count_parameters
+from llmdistill.students.sizes import describe_params, describe_ranks
 from llmdistill.students.speed import describe_speed
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
@@ -159,8 +160,16 @@ def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = 
     # Ranks that the calibration data decide are not known before.
     reference = build_reference(load_config(untrained))
     params = count_parameters(reference)
-    sizes = {"student_params": params, **saved_sizes(params, plan.config.student, plan.models.dtype, lambda: reference)}
-    plan = replace(plan, models=replace(plan.models, sizes={**plan.models.sizes, **sizes}))
+    sizes = {
+        **plan.models.sizes,
+        **saved_sizes(params, plan.config.student, plan.models.dtype, lambda: reference),
+        "student_params": params,
+        "ratio": params / plan.models.sizes["teacher_params"],
+    }
+    if isinstance(sizes.get("ranks"), str):
+        sizes["ranks"] = reference.config.quantization_config["modules"]
+        print_main(f"Student     {describe_params(sizes)} ({sizes['ratio']:.0%}), rank {describe_ranks(sizes)}")
+    plan = replace(plan, models=replace(plan.models, sizes=sizes))
     # Before the engine takes the memory. A student of few bits is scored as floats here: the gain that is reported is
     # that of the training less what rounding costs.
     score("untrained", untrained)

@@ -183,6 +183,11 @@ def test_two_ranks_of_a_sharded_teacher_weigh_a_student_as_one_does(trained):
     assert told[0]["tokens"] == told[1]["tokens"] > 16
     for name in ("predicted_loss", "held_out"):
         assert told[0][name] == pytest.approx(told[1][name], rel=1e-3)
+    metrics = json.loads((one / "metrics.json").read_text())
+    ranks = sorted(told[0]["ranks"].values())
+    student = metrics["run"]["about"]["Student"]
+    assert student.startswith(f"svd, {metrics['untrained']['params']:,} parameters (")
+    assert student.endswith(f", rank {ranks[0]} to {ranks[-1]}")
 
 
 def test_two_ranks_prune_a_student_as_one_does(trained):

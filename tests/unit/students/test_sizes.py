@@ -22,7 +22,7 @@ from llmdistill.config.command_line import with_values
 from llmdistill.errors import UserError
 from llmdistill.students.counting import build_reference, count_parameters
 from llmdistill.students.install import install
-from llmdistill.students.sizes import parse_target, plan_factors, rank_budget, summarize
+from llmdistill.students.sizes import describe_params, parse_target, plan_factors, rank_budget, summarize
 
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 LLAMA_1B |= {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}
@@ -152,6 +152,14 @@ def test_a_target_is_spent_on_multiples(width, multiple, units, target, form):
         plan_factors(model, FactorizeConfig(**{**settings, "target_params": str(spent)}, rank_multiple=multiple)).sizes
         == ranks
     )
+
+
+def test_parameters_are_a_limit_until_the_data_have_decided_the_ranks():
+    config, size = tiny_config("llama"), {"target_params": "85%"}
+    by_data = summarize(config, FactorizeConfig(**size, weighting="gradients", allocation="loss"))
+    known = summarize(config, FactorizeConfig(**size, allocation="uniform"))
+    assert describe_params(by_data) == f"up to {by_data['student_params']:,} parameters"
+    assert describe_params(known) == f"{known['student_params']:,} parameters"
 
 
 def test_a_rank_that_is_given_stays():

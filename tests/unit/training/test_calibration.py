@@ -1,5 +1,7 @@
 """The calibration data of a weighted factorization."""
 
+import json
+
 import pytest
 import torch
 from hostile import refuses
@@ -40,6 +42,45 @@ def test_every_rank_gets_calibration_data_and_no_two_the_same(monkeypatch, examp
     said = f"examples is {examples}, fewer than the {examples + 1} ranks"
     with World(rank=0, size=examples + 1, device=torch.device("cpu")).entered():
         refuses(said, calibration_batches, config, plan.models)
+
+
+@pytest.mark.parametrize("kind", ["instructions", "text", "weighted", "streamed"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_few_examples_are_measured_once_each(tmp_path, monkeypatch, capsys, kind, ranks):
+    """Also by a comparison with the teacher, and no held-out example is calibrated on."""
+    monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
+    rows = [{"instruction": f"Count to {n}.", "output": "a b c"} for n in range(11)]
+    train, lines = tmp_path / "rows.jsonl", [json.dumps(row) + "\n" for row in rows]
+    train.write_text("".join(lines))
+    words = ["--recipe", "quickstart", "--ds_config", "zero2", "--data.valid", "null", "--data.tests", "{}"]
+    if kind == "text":
+        train = tmp_path / "text.txt"
+        train.write_text("".join(f"Lake {n} lies far from lake {3 * n}.\n\n" for n in range(30)))
+        words += ["--data.kind", "text", "--method", "kd", "--data.max_length", "24"]
+    reference = str(train)
+    if kind == "weighted":
+        (tmp_path / "one.jsonl").write_text('{"instruction": "Sing.", "output": "d e"}\n')
+        reference = f"{train}=1,{tmp_path / 'one.jsonl'}=9"
+    words += ["--data.streaming", "true"] if kind == "streamed" else ["--data.held_out", "0"]
+    words += ["--data.train", reference, "--student.factorize.calibration.examples", "40"]
+    words += ["--student.factorize.calibration.held_out", "20"]
+    config = parse_run(words, METHODS)[0]
+    plan = make_plan(config)
+    data = plan.task.read(plan.models).prepare()
+    calibrated: list[int] = []
+    for rank in range(ranks):
+        with World(rank=rank, size=ranks, device=torch.device("cpu")).entered():
+            own, held_out = calibration_batches(config, plan.models, data)
+        calibrated += [name for batch in own for row in batch.sample_ids for name in row]
+    held = [name for batch in held_out for row in batch.sample_ids for name in row]
+    assert len({*calibrated, *held}) == len(calibrated) + len(held)
+    total = {"instructions": 11, "streamed": 11, "text": len(calibrated) + len(held), "weighted": None}[kind]
+    assert total is None or (len(held), len(calibrated)) == (total // 3, total - total // 3)
+    assert held
+    said = f"{len(calibrated):,} examples are its calibration data, and {len(held):,} more are held out"
+    assert said in capsys.readouterr().err
+    compared = [name for batch in data.comparison_batches()[0] for row in batch.sample_ids for name in row]
+    assert len(set(compared)) == len(compared)
 
 
 UNIFORM = {"allocation": "uniform", "target_params": None, "rank": 4}
