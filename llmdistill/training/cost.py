@@ -10,8 +10,8 @@ from llmdistill.progress import duration
 from llmdistill.training.disk import STATE_BYTES
 from llmdistill.training.plan import Plan
 
-_LITTLE = 1e12
-"""Operations below which a run does not say what it will take."""
+_LITTLE = 1e13
+"""Operations below which a run does not say what it will take, a minute or two of two cores."""
 _SOON = 120
 """Nor does one of fewer seconds: it is done before anybody would ask."""
 

@@ -39,4 +39,11 @@ def test_a_short_run_says_nothing(words, monkeypatch):
     monkeypatch.setattr(speed, "measure_cpu", lambda: pytest.fail("a second for nothing"))
     plan = plan_of(*words)
     assert forecast(plan, CPU) is None
-    assert estimate_cost(plan)["flops"] < 1e14
+    assert estimate_cost(plan)["flops"] < 1e13
+
+
+def test_a_longer_run_says_something_where_it_takes_minutes(monkeypatch):
+    plan = plan_of("--train.steps", "1000")
+    for tflops, says in ((1.0, False), (0.01, True)):
+        monkeypatch.setattr(speed, "measure_cpu", lambda tflops=tflops: {"tflops": tflops})
+        assert (forecast(plan, CPU) is not None) == says
