@@ -333,8 +333,8 @@ def calibration_batches(
         measured, steps = len(cut[0]), [*cut[0], *cut[1]]
     counts = [sum(map(len, part)) for part in (steps[:measured], steps[measured:])]
     if world.is_main:
-        more = f", and {counts[1]:,} more are held out" if counts[1] else ""
-        say(f"Student     {counts[0]:,} examples are its calibration data{more}", aside=True)
+        more = f", {counts[1]:,} more held out" if counts[1] else ""
+        say(f"Student     calibration data: {counts[0]:,} example(s){more}", aside=True)
     batches = [loader.collate(items) for items in [*steps[world.rank : measured : world.size], *steps[measured:]]]
     own = len(range(world.rank, measured, world.size))
     return batches[:own], batches[own:]

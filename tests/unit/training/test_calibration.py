@@ -77,7 +77,7 @@ def test_few_examples_are_measured_once_each(tmp_path, monkeypatch, capsys, kind
     total = {"instructions": 11, "streamed": 11, "text": len(calibrated) + len(held), "weighted": None}[kind]
     assert total is None or (len(held), len(calibrated)) == (total // 3, total - total // 3)
     assert held
-    said = f"{len(calibrated):,} examples are its calibration data, and {len(held):,} more are held out"
+    said = f"calibration data: {len(calibrated):,} example(s), {len(held):,} more held out"
     assert said in capsys.readouterr().err
     compared = [name for batch in data.comparison_batches()[0] for row in batch.sample_ids for name in row]
     assert len(set(compared)) == len(compared)
@@ -172,3 +172,18 @@ def test_a_folder_is_only_for_what_was_measured(teacher, tmp_path):
     # The same model by its folder: it has another identity, and keeps it.
     named = str(tmp_path / "teacher")
     assert same(made(named, tmp_path / "named", **UNIFORM), made(named, tmp_path / "named", **UNIFORM))
+
+
+def test_rows_that_a_run_holds_out_are_not_calibrated_on():
+    words = ["--recipe", "quickstart", "--ds_config", "zero2", "--data.valid", "null", "--data.tests", "{}"]
+    words += ["--data.held_out", "60", "--student.factorize.calibration.examples", "2000"]
+    config = parse_run(words, METHODS)[0]
+    plan = make_plan(config)
+    data = plan.task.read(plan.models).prepare()
+    compared, of = data.comparison_batches()
+    own, checked = calibration_batches(config, plan.models, data)
+    names = [
+        {name for batch in batches for row in batch.sample_ids for name in row} for batches in (compared, own, checked)
+    ]
+    assert (of, len(names[0])) == ("held-out rows", 60)
+    assert len(names[0] | names[1] | names[2]) == sum(map(len, names)) == 2000
