@@ -54,8 +54,8 @@ class Distance:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether nothing sensible of the teacher is left, of which users are warned."""
-        return self.divergence > HOPELESS
+        """Whether nothing sensible of the teacher is left, of which users are warned; NaN is nothing sensible."""
+        return not self.divergence <= HOPELESS
 
     def sentence(self, of: str) -> str:
         """Say what the divergence means, and on which text it was measured."""

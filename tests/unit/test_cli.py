@@ -149,7 +149,7 @@ def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys, monkeypatc
 
 def test_compress_without_data_calibrates_on_what_the_model_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("LLMDISTILL_CACHE", str(tmp_path / "cache"))
-    words = ["compress", "--model", "embedded:teacher", "--rank", "8"]
+    words = ["compress", "--model", "embedded:teacher", "--rank", "32"]
     few = ["--calibration.examples", "2", "--calibration.held_out", "1"]
     plain, own, given = (tmp_path / name for name in ("plain", "own", "given"))
     assert main([*words, "--output", str(plain), "--weighting", "none"]) == 0

@@ -52,7 +52,7 @@ def test_so_many_tokens_are_read_and_no_row_is_cut():
 
 
 def test_the_words_follow_the_nats():
-    words = [Distance(nats, 20, 10, 5).verdict for nats in (0.01, 0.1, 0.37, 0.9, 2, HOPELESS + 1)]
+    words = [Distance(nats, 20, 10, 5).verdict for nats in (0.01, 0.1, 0.37, 0.9, 2, HOPELESS + 1, math.nan)]
     assert len(set(words)) == 6
     assert words[0] == "hardly differs from its teacher"
     assert "most" in words[2], "with 0.8 of the teacher's ROUGE-L"
