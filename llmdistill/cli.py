@@ -199,7 +199,7 @@ def compress(arguments: Sequence[str]) -> None:
     if not parsed.json and result.get("rank", 0) is None:
         result["rank"] = describe_ranks(result)
     if parsed.dry_run and not parsed.json:
-        result["student_params"] = describe_params(result).removesuffix(" parameters")
+        result["student_params"] = describe_params(result)
     _show(result, parsed.json, [key for key in shown if key in result])
     if not parsed.json and "speed" in result:
         print_result(fold(f"In transformers, on this machine, {result['speed']}."))

@@ -72,20 +72,16 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
     if tasks is not None:
         tasks.check_tokens()
 
-    from llmdistill.runtime.distributed import World, on_main, process_group
+    from llmdistill.runtime.distributed import on_main, process_group
     from llmdistill.runtime.terminal import print_main, quiet_libraries
     from llmdistill.studies.distillation import run_chain
-    from llmdistill.training.cost import forecast
-    from llmdistill.training.written_data import describe_writing, with_written_data, written_data_exist
+    from llmdistill.training.cost import tell_before_writing
+    from llmdistill.training.written_data import with_written_data
 
     with process_group(command_line.typed_command(script, arguments)):
         quiet_libraries()
         print_main(command_line.about_recipe(flags))
-        if not written_data_exist(config):  # the writing takes long too, and the run tells its cost only after it
-            cost = on_main(lambda: forecast(plans[-1], World.current().device))
-            if cost is not None:
-                print_main(f"Cost        {cost}")
-            print_main(f"Before      {describe_writing(config)}")
+        on_main(lambda: tell_before_writing(config, plans[-1]))
         written = with_written_data(config)
         if written is not config:
             config, plans = written, make_plans(written)

@@ -247,7 +247,7 @@ def print_choices(plan: Plan, machine: MachineConfig, choices: Sequence[LayoutCh
     ranks = describe_ranks(sizes)
     print_result(
         f"Teacher    {plan.config.teacher.model}, {sizes['teacher_params']:,} parameters\n"
-        f"Student    {sizes['method']}, {describe_params(sizes)}{ranks and f', rank {ranks}'}\n"
+        f"Student    {sizes['method']}, {describe_params(sizes)} parameters{ranks and f', rank {ranks}'}\n"
         f"Step       {train.global_batch_size} sequences of {plan.config.data.max_length} tokens, "
         f"{' + '.join(plan.config.methods())}, {str(plan.models.dtype).removeprefix('torch.')}\n"
         f"Machine    {about_machine(machine)}\n"

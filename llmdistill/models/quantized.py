@@ -109,8 +109,9 @@ def needs_loader(model: PreTrainedModel, settings: QuantizeConfig) -> bool:
 @torch.no_grad()
 def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     """Round the weights of the linears of the layers to int8 or int4, and those of the token embedding and the LM head
-    to int8, in place; save_pretrained then writes them so. A tied head stays tied. Saved, it is
-    a model of llmdistill where `needs_loader`, else one of transformers and torchao.
+    to int8, in place; save_pretrained then writes them so. A tied head stays tied.
+
+    A saved model without factors is one of llmdistill where `needs_loader`, else one of transformers and torchao.
 
     Raises UserError if there is no linear.
     """

@@ -209,9 +209,9 @@ def summarize(
 
 
 def describe_params(sizes: Mapping[str, Any]) -> str:
-    """Describe the student's parameters in what `summarize` returns; a limit where the data will decide the ranks."""
+    """Return the number of parameters in what `summarize` returns; a limit where the data will decide the ranks."""
     limit = "up to " if isinstance(sizes.get("ranks"), str) else ""
-    return f"{limit}{sizes['student_params']:,} parameters"
+    return f"{limit}{sizes['student_params']:,}"
 
 
 def describe_ranks(sizes: Mapping[str, Any]) -> str:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from llmdistill.config import RunConfig
 from llmdistill.config.machine import MachineConfig, find_gpu
 from llmdistill.files import byte_size
+from llmdistill.messages import say
 from llmdistill.progress import duration
+from llmdistill.runtime.distributed import World
 from llmdistill.training.disk import STATE_BYTES
 from llmdistill.training.plan import Plan
+from llmdistill.training.written_data import describe_writing, written_data_exist
 
 _LITTLE = 1e13
 """Operations below which a run does not say what it will take, a minute or two of two cores."""
@@ -50,6 +54,18 @@ def forecast(plan: Plan, device: torch.device) -> str | None:
     if seconds is not None:
         text += f", some {duration(seconds)} on this machine"
     return f"{text}; up to {byte_size(held)} for weights, gradients and optimizer. The start and the scores come on top"
+
+
+def tell_before_writing(config: RunConfig, plan: Plan) -> None:
+    """Say on this rank what a run will take if its teacher first writes the data, which takes long too.
+
+    Any other run says so when it begins.
+    """
+    if not written_data_exist(config):
+        cost = forecast(plan, World.current().device)
+        if cost is not None:
+            say(f"Cost        {cost}")
+        say(f"Before      {describe_writing(config)}")
 
 
 def time_here(plan: Plan, flops: float, device: torch.device) -> float | None:

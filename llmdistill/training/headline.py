@@ -20,7 +20,7 @@ def about(plan: Plan, data_report: str) -> dict[str, str]:
     form, ranks = describe(plan.config.student), describe_ranks(sizes)
     return {
         "Teacher": teacher_line,
-        "Student": f"{sizes['method']}, {describe_params(sizes)} ({sizes['ratio']:.0%})"
+        "Student": f"{sizes['method']}, {describe_params(sizes)} parameters ({sizes['ratio']:.0%})"
         f"{ranks and f', rank {ranks}'}{form}",
         "Method": f"{' + '.join(plan.config.methods())}: {', '.join(plan.method.weights)}",
         "Data": f"{task}, {data_report.rstrip('.')}{batch_source(plan).describe()}",

@@ -168,7 +168,8 @@ def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = 
     }
     if isinstance(sizes.get("ranks"), str):
         sizes["ranks"] = reference.config.quantization_config["modules"]
-        print_main(f"Student     {describe_params(sizes)} ({sizes['ratio']:.0%}), rank {describe_ranks(sizes)}")
+        made = f"{describe_params(sizes)} parameters ({sizes['ratio']:.0%})"
+        print_main(f"Student     {made}, rank {describe_ranks(sizes)}")
     plan = replace(plan, models=replace(plan.models, sizes=sizes))
     # Before the engine takes the memory. A student of few bits is scored as floats here: the gain that is reported is
     # that of the training less what rounding costs.
