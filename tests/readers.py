@@ -251,7 +251,7 @@ READERS: dict[str, Reader] = {
     "run": one("run.json", RUN, lambda path: read_record(path, remedy="choose another folder")),
     "best": one("best.json", BEST, lambda path: read_best(path.parent)),
     "log": one("metrics.jsonl", LOG, lambda path: read_metrics_log(path.parent)),
-    "answers": one("a.jsonl.parts/rank-0.jsonl", ANSWERS, lambda path: read_batches(path.parents[1] / "a.jsonl")),
+    "answers": one("a.jsonl.parts/rank-0.jsonl", ANSWERS, lambda path: read_batches(path.parent)),
     "manifest": Reader(
         {"manifest.json": record(files=entries({"model.safetensors": WEIGHTS})), "model.safetensors": WEIGHTS},
         forged(read_manifest),

@@ -2,7 +2,8 @@
 
 OUTPUT.provenance.json beside the finished file says which model wrote it. Until then OUTPUT.parts holds request.json
 with the request, and rank-R.jsonl with one line per batch, {"batch": number, "rows": {prompt: token ids}}. It does not
-matter which rank wrote a line, so the generation can be resumed on any number of ranks.
+matter which rank wrote a line, so the generation can be resumed on any number of ranks. Whoever names a folder of parts
+keeps it: outputs whose requests differ in their length alone then share what is generated.
 """
 
 from __future__ import annotations
@@ -80,13 +81,15 @@ def claim_output(
     *,
     command: str = "llmdistill generate",
     begun: dict[str, Any] | None = None,
+    kept_parts: Path | None = None,
     flags: str = "--",
 ) -> bool:
     """Check that an output is unused or belongs to this request; return whether it is already finished.
 
     `request` is everything that determines the rows, as plain JSON values, and `begun` what determines those of an
-    unfinished output, by default the same. `flags` stands before the names of settings in messages. Raises UserError if
-    the output or its parts belong to another request, or the output was changed.
+    unfinished output, by default the same. `kept_parts` is the folder of the finished batches if it outlives the
+    output. `flags` stands before the names of settings in messages. Raises UserError if the output or its parts belong
+    to another request, or the output was changed.
     """
 
     def say(difference: Difference) -> str:
@@ -96,7 +99,7 @@ def claim_output(
         return f"{flags}{difference.key.removeprefix('settings.')} was {old} and is now {new}"
 
     begun = request if begun is None else begun
-    parts = parts_folder(output)
+    parts = kept_parts or parts_folder(output)
     earlier_request = read_record(parts / "request.json", remedy=f"remove {parts}, or choose another --output")
     if output.exists():
         record = read_provenance(output) if output.is_file() else None
@@ -106,7 +109,8 @@ def claim_output(
             compare_records(same, request, subject=subject, remedy="choose another --output", say=say)
             if file_sha256(output) != record.get("output_sha256"):
                 raise UserError(f"{output} was changed after it was generated; choose another --output, or remove it")
-            shutil.rmtree(parts, ignore_errors=True)  # they are left if a kill came after the record
+            if kept_parts is None:
+                shutil.rmtree(parts, ignore_errors=True)  # they are left if a kill came after the record
             return True
         # With an earlier request the command was killed before the record was written; both are written again.
         if earlier_request is None:
@@ -131,9 +135,9 @@ def claim_output(
     return False
 
 
-def append_batch(output: Path, rank: int, number: int, answers: Answers) -> None:
+def append_batch(parts: Path, rank: int, number: int, answers: Answers) -> None:
     """Append a finished batch to the file of this rank. Raises UserError if it cannot be written."""
-    path = parts_folder(output) / f"rank-{rank}.jsonl"
+    path = parts / f"rank-{rank}.jsonl"
     try:
         with path.open("a", encoding="utf-8") as file:
             # One line at a time: whoever reads it sees whole batches, except for an interrupted last one.
@@ -142,10 +146,10 @@ def append_batch(output: Path, rank: int, number: int, answers: Answers) -> None
         raise write_error(path, error) from error
 
 
-def read_batches(output: Path) -> dict[int, Answers]:
+def read_batches(parts: Path) -> dict[int, Answers]:
     """Read every finished batch, by its number."""
     batches: dict[int, Answers] = {}
-    for path in sorted(parts_folder(output).glob("rank-*.jsonl")):
+    for path in sorted(parts.glob("rank-*.jsonl")):
         with path.open("rb") as file:
             for n, line in enumerate(file, start=1):
                 try:

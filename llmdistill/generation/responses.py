@@ -152,7 +152,7 @@ def _claim(job: _Job) -> tuple[dict[str, Any], bool, set[int]]:
         "settings": asdict(job.settings),
     }
     finished = response_file.claim_output(job.output, request)
-    return request, finished, set() if finished else set(response_file.read_batches(job.output))
+    return request, finished, set() if finished else set(response_file.read_batches(parts_folder(job.output)))
 
 
 def _answer(job: _Job, left: list[int]) -> None:
@@ -183,14 +183,15 @@ def _answer(job: _Job, left: list[int]) -> None:
     with Activity("Answering", len(job.prompts.ids), "prompts", done=answered) as activity:
         finished = answer_batches(engine, job.prompts.ids, job.batches, share, settings.seed)
         for round_number, (number, rows) in enumerate(finished):
-            response_file.append_batch(job.output, World.current().rank, number, rows)
+            response_file.append_batch(parts_folder(job.output), World.current().rank, number, rows)
             together = left[round_number * World.current().size : (round_number + 1) * World.current().size]
             activity.advance(sum(len(job.batches[other]) for other in together))
 
 
 def _finish(job: _Job, request: dict[str, Any]) -> None:
     """Write the file, then its record, then remove the parts; an interruption in between loses nothing."""
-    answers = {index: ids for rows in response_file.read_batches(job.output).values() for index, ids in rows.items()}
+    batches = response_file.read_batches(parts_folder(job.output))
+    answers = {index: ids for rows in batches.values() for index, ids in rows.items()}
     missing = len(job.examples) - len(answers)
     if missing:
         raise UserError(

@@ -12,7 +12,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -98,6 +98,8 @@ class _Job:
     teacher: str
     kind: DataKind
     output: Path
+    parts: Path
+    """The folder of the rows as they were sampled, kept or not."""
     flags: Flags
     settings: WriteConfig
     engine: EngineName
@@ -249,6 +251,7 @@ def write_data(
     *,
     kind: DataKind | Literal["auto"] = "auto",
     flags: Flags = OF_WRITE,
+    kept_parts: Path | None = None,
 ) -> dict[str, Any]:
     """Write a file of training data by a model; every rank must call this function.
 
@@ -261,6 +264,8 @@ def write_data(
         settings: what is written, and how it is sampled.
         kind: instructions for chats, text; auto: chats if the tokenizer has a chat template, else texts.
         flags: how the user says all this.
+        kept_parts: a folder for the rows as they are sampled, which stays: a request for more rows by the same
+            settings goes on from there. By default OUTPUT.parts, which is removed in the end.
 
     Returns:
         The record in OUTPUT.provenance.json, the same on every rank.
@@ -270,14 +275,19 @@ def write_data(
             request.
     """
     job = _plan_job(model, output, settings, kind, flags)
+    job = replace(job, parts=kept_parts or job.parts)
     request = request_of(model, settings, job.kind)
 
     def claim() -> tuple[bool, dict[int, Any]]:
-        begun = {**request, "settings": {**request["settings"], "rows": None, "tokens": None}}
         finished = response_file.claim_output(
-            output, request, command="llmdistill write", begun=begun, flags=flags.settings
+            output,
+            request,
+            command="llmdistill write",
+            begun=request_of(model, without_length(settings), job.kind),
+            kept_parts=kept_parts,
+            flags=flags.settings,
         )
-        return finished, {} if finished else response_file.read_batches(output)
+        return finished, {} if finished else response_file.read_batches(job.parts)
 
     finished, rounds = on_main(claim)
     if finished:
@@ -285,10 +295,12 @@ def write_data(
     else:
         sieve = _restore(job, rounds)
         if rounds:
-            there = f"{len(sieve.kept):,} rows are there already, in {parts_folder(output)}"
+            there = f"{len(sieve.kept):,} rows are there already, in {job.parts}"
             say(f"{there}; going on.", aside=True)
         _write_rounds(job, sieve)
         on_main(lambda: _finish(job, sieve, request))
+        if kept_parts is None:
+            on_main(lambda: shutil.rmtree(job.parts, ignore_errors=True))
     record = on_main(lambda: response_file.read_provenance(output))
     assert record is not None, "the rows have just been written"
     return record
@@ -302,6 +314,11 @@ def request_of(model: str, settings: WriteConfig, kind: DataKind) -> dict[str, A
         "kind": kind,
         "settings": {name: value for name, value in asdict(settings).items() if name not in free},
     }
+
+
+def without_length(settings: WriteConfig) -> WriteConfig:
+    """Return what determines each row, however many are written."""
+    return replace(settings, rows=None, tokens=None)
 
 
 def choose_kind(model: str, kind: DataKind | Literal["auto"], flags: Flags = OF_WRITE) -> DataKind:
@@ -372,6 +389,7 @@ def _plan_job(model: str, output: Path, settings: WriteConfig, kind: DataKind | 
         teacher=model,
         kind=kind,
         output=output,
+        parts=parts_folder(output),
         flags=flags,
         settings=settings,
         engine=engine,
@@ -400,7 +418,7 @@ def _restore(job: _Job, rounds: dict[int, Any]) -> _Sieve:
     for first in sorted(rounds):
         if first != len(sieve.attempts):
             raise UserError(
-                f"{parts_folder(job.output)} lacks the rows from {len(sieve.attempts)} on; remove that folder to have "
+                f"{job.parts} lacks the rows from {len(sieve.attempts)} on; remove that folder to have "
                 "all written again"
             )
         samples = [
@@ -461,7 +479,7 @@ def _write_rounds(job: _Job, sieve: _Sieve) -> None:
             attempts = [_Attempt(turn, answers.get(place)) for place, turn in enumerate(turns)]
             if world.is_main:
                 rows: Any = {first + place: attempt for place, attempt in enumerate(attempts)}
-                response_file.append_batch(job.output, 0, first, rows)
+                response_file.append_batch(job.parts, 0, first, rows)
             sieve.add(attempts)
             activity.expect(_expect_tokens(sieve))
             # So many rows in succession were dropped that no further one is likely.
@@ -514,7 +532,7 @@ def _sample(
 
 
 def _finish(job: _Job, sieve: _Sieve, request: dict[str, Any]) -> None:
-    """Write the file, then its record, then remove the parts; an interruption in between loses nothing."""
+    """Write the file, then its record; an interruption in between loses nothing."""
     lines: list[dict[str, Any]] = []
     tokens = 0
     chosen = sieve.chosen()
@@ -543,6 +561,4 @@ def _finish(job: _Job, sieve: _Sieve, request: dict[str, Any]) -> None:
         "versions": installed_versions(("llmdistill", "torch", "transformers", "vllm")),
         "output_sha256": file_sha256(job.output),
     }
-    # The record comes after the file whose sha256 it has, and the parts stay until both are there.
-    write_json(provenance_file(job.output), record)
-    shutil.rmtree(parts_folder(job.output), ignore_errors=True)
+    write_json(provenance_file(job.output), record)  # after the file whose sha256 it has

@@ -23,6 +23,7 @@ from llmdistill.generation.self_written import (
     Flags,
     choose_kind,
     request_of,
+    without_length,
     write_data,
 )
 from llmdistill.messages import say
@@ -45,7 +46,8 @@ def _is_teacher(references: str | None) -> bool:
 def with_written_data(config: RunConfig, *, write: bool = True) -> RunConfig:
     """Return the run with the file that its teacher has written in place of "teacher"; every rank must call this.
 
-    The file is written into `data.cache_dir`, once for each model and its settings. Unless `write`, a run whose file
+    The file is written into `data.cache_dir`, once for each model and its settings, and one with more rows goes on from
+    what is there. Unless `write`, a run whose file
     does not exist is returned as it is.
 
     Raises:
@@ -97,18 +99,25 @@ def for_calibration(settings: WriteConfig, calibration: CalibrationConfig) -> Wr
 
 def written_file(model: str, settings: WriteConfig, kind: DataKind, cache_dir: str | None) -> Path:
     """Return the file of what a model writes by some settings, whose name tells both."""
-    name = content_fingerprint(request_of(model, settings, kind)).partition(":")[2][:16]
-    return cache_folder(cache_dir) / "written" / f"{name}.jsonl"
+    return cache_folder(cache_dir) / "written" / f"{_name(model, settings, kind)}.jsonl"
+
+
+def _name(model: str, settings: WriteConfig, kind: DataKind) -> str:
+    return content_fingerprint(request_of(model, settings, kind)).partition(":")[2][:16]
 
 
 def write_once(model: str, settings: WriteConfig, kind: DataKind, path: Path, flags: Flags) -> None:
-    """Write the file unless it is finished, while no other process does; every rank must call this function."""
+    """Write the file unless it is finished, while no other process does; every rank must call this function.
+
+    The rows as they were sampled stay beside it, for files of more rows by the same settings.
+    """
     locks = list[IO[str]]()  # of rank 0
+    sampled = path.with_name(f"{_name(model, without_length(settings), kind)}.parts")
 
     def lock() -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            locks.append(path.with_suffix(".lock").open("w", encoding="utf-8"))
+            locks.append(sampled.with_suffix(".lock").open("w", encoding="utf-8"))
         except OSError as error:
             raise write_error(path, error) from error
         if not try_lock(locks[0]):
@@ -117,7 +126,7 @@ def write_once(model: str, settings: WriteConfig, kind: DataKind, path: Path, fl
 
     try:
         on_main(lock)
-        record = write_data(model, path, settings, kind=kind, flags=flags)
+        record = write_data(model, path, settings, kind=kind, flags=flags, kept_parts=sampled)
     finally:
         for file in locks:
             file.close()

@@ -263,11 +263,11 @@ def test_only_the_teacher_that_wrote_the_answers_passes_and_only_if_it_is_known(
 def test_a_line_that_is_no_finished_batch_is_named(tmp_path):
     output = tmp_path / "answers.jsonl"
     parts_folder(output).mkdir()
-    response_file.append_batch(output, 0, 3, {7: [1, 22, 3]})
-    response_file.append_batch(output, 0, 4, {8: [5]})
-    assert read_batches(output) == {3: {7: [1, 22, 3]}, 4: {8: [5]}}
+    response_file.append_batch(parts_folder(output), 0, 3, {7: [1, 22, 3]})
+    response_file.append_batch(parts_folder(output), 0, 4, {8: [5]})
+    assert read_batches(parts_folder(output)) == {3: {7: [1, 22, 3]}, 4: {8: [5]}}
     with flip(parts_folder(output) / "rank-0.jsonl", -2, 6):
-        refuses("rank-0.jsonl:2: not a finished batch; remove the line", read_batches, output)
+        refuses("rank-0.jsonl:2: not a finished batch; remove the line", read_batches, parts_folder(output))
 
 
 # vLLM, whose interface is played by a stand-in that decodes with the same tiny model, greedily or not at all.

@@ -117,7 +117,7 @@ def test_a_file_that_may_not_grow_is_named_with_what_stays(tmp_path: Path) -> No
     parts_folder(tmp_path / "a.jsonl").mkdir()
     log = RunLog(tmp_path, start=0, steps=1)
     calls: dict[str, Callable[[], None]] = {
-        "a.jsonl.parts/rank-0.jsonl": lambda: append_batch(tmp_path / "a.jsonl", 0, 1, {1: [2]}),
+        "a.jsonl.parts/rank-0.jsonl": lambda: append_batch(tmp_path / "a.jsonl.parts", 0, 1, {1: [2]}),
         "metrics.jsonl": lambda: log.add_figures(1, {"loss": 2.0}),
     }
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

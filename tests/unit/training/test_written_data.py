@@ -1,6 +1,7 @@
 """Data that the teacher of a run writes: one file in place of the word, for the run and for those like it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hostile import refuses
@@ -31,6 +32,34 @@ def test_a_run_reads_what_its_teacher_has_written_once(tmp_path, monkeypatch):
     assert str(file) in describe_writing(config)
     chats = replace(config, data=replace(data, kind="instructions", train="teacher"))
     refuses("embedded:teacher cannot write instructions, because its tokenizer has no chat", with_written_data, chats)
+
+
+def test_more_rows_go_on_from_those_that_are_written(tmp_path, monkeypatch):
+    def write(cache: str, rows: int, **other) -> bytes:
+        settings = WriteConfig(rows=rows, max_text_tokens=8, engine="hf", batch_size=2, **other)
+        data = DataConfig(kind="text", train="teacher", write=settings, cache_dir=str(tmp_path / cache))
+        config = with_written_data(RunConfig(teacher=TeacherConfig(model="embedded:teacher"), data=data))
+        return Path(str(config.data.train)).read_bytes()
+
+    real, sampled = self_written._sample, []
+
+    def counted(job, sampler, prompts, numbers, **more):
+        sampled.extend(numbers)
+        return real(job, sampler, prompts, numbers, **more)
+
+    monkeypatch.setattr(self_written, "_sample", counted)
+    whole = write("whole", 9)
+    first, sampled = max(sampled), []
+    three, few = write("cache", 3), [*sampled]
+    assert write("cache", 9) == whole
+    assert whole.startswith(three)
+    assert sampled == list(range(first + 1)), "no row is sampled twice"
+    assert 2 < len(few) < first
+    monkeypatch.setattr(self_written, "load_model", lambda *_, **__: pytest.fail("written again"))
+    assert write("cache", 5) == b"".join(whole.splitlines(keepends=True)[:5])
+    assert write("cache", 3) == three
+    with pytest.raises(pytest.fail.Exception):
+        write("cache", 3, seed=1)
 
 
 @pytest.mark.parametrize(("calibration", "write", "rows"), [
