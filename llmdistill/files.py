@@ -296,6 +296,13 @@ def temporary_folder(final: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def final_path(path: Path | str) -> Path:
+    """Return the path that a folder of `temporary_folder` gets in the end; any other path as it is."""
+    path = Path(path)
+    name = re.fullmatch(rf"\.(.+)\.[^.]+{re.escape(_PART)}", path.name)
+    return path if name is None else path.with_name(name[1])
+
+
 def try_lock(file: IO[str]) -> bool:
     """Lock an open file until it is closed; False if another process holds it, and True where no locks are."""
     try:

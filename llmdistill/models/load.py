@@ -18,7 +18,7 @@ from transformers.activations import FastGELUActivation, GELUTanh, NewGELUActiva
 
 from llmdistill.artifacts import MANIFEST, manifest_damage, new_proven_folder
 from llmdistill.errors import UserError
-from llmdistill.files import file_state
+from llmdistill.files import file_state, final_path
 from llmdistill.internals.transformers_names import model_class
 from llmdistill.memo import cached_by
 from llmdistill.messages import warn_once
@@ -85,7 +85,7 @@ def load_model(
     Raises:
         UserError: as in `load_config`; weights in safetensors are missing, or do not fit; or an adapter does not fit.
     """
-    with Activity(f"Loading {path}"):
+    with Activity(f"Loading {final_path(path)}"):
         adapter = adapter_folder(path)
         if adapter is None:
             model = _load_weights(path, dtype, head, new_head, num_classes)

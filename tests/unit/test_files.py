@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from llmdistill import fingerprints
 from llmdistill.artifacts import MANIFEST, entries_damage, manifest_damage, new_proven_folder, read_record
 from llmdistill.errors import UserError
-from llmdistill.files import byte_size, new_folder, remove_abandoned, temporary_folder, write_json
+from llmdistill.files import byte_size, final_path, new_folder, remove_abandoned, temporary_folder, write_json
 from llmdistill.fingerprints import fingerprint
 
 
@@ -28,6 +28,14 @@ def test_folder_gets_its_name_only_at_the_end(tmp_path):
     with pytest.raises(RuntimeError), new_folder(tmp_path / "failed"):
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_people_read_the_name_that_a_folder_gets(tmp_path):
+    final = tmp_path / "my.model.i4"
+    with temporary_folder(final) as partial:
+        assert final_path(partial) == final != partial
+    for other in (final, Path("hub/name"), tmp_path / "a.part", tmp_path / ".hidden"):
+        assert final_path(other) == other
 
 
 def test_a_folder_has_the_permissions_that_the_umask_gives(tmp_path):
