@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from llmdistill.config import RunConfig
@@ -10,6 +12,8 @@ from llmdistill.files import byte_size
 from llmdistill.messages import say
 from llmdistill.progress import duration
 from llmdistill.runtime.distributed import World
+from llmdistill.students.counting import build_reference, layer_linears
+from llmdistill.students.start.measure import GIB, LOSS_EXAMPLES, LOSS_SHARE, LOSS_TOKENS
 from llmdistill.training.disk import STATE_BYTES
 from llmdistill.training.plan import Plan
 from llmdistill.training.written_data import describe_writing, written_data_exist
@@ -18,6 +22,8 @@ _LITTLE = 1e13
 """Operations below which a run does not say what it will take, a minute or two of two cores."""
 _SOON = 120
 """Nor does one of fewer seconds: it is done before anybody would ask."""
+_DECOMPOSITION = 10
+"""Operations of the decomposition of a moment, for each of a product of two matrices of its shape."""
 
 
 def estimate_cost(plan: Plan) -> dict[str, float] | None:
@@ -36,24 +42,52 @@ def estimate_cost(plan: Plan) -> dict[str, float] | None:
     return {"tokens": tokens, "flops": flops, "a100_hours": flops / (0.3 * 312e12) / 3600}
 
 
+def start_flops(plan: Plan) -> float:
+    """Estimate the operations of a start that data weight, for sequences of full length; 0 for any other student.
+
+    The passes over the data compute each layer forward, once more, and backward without gradients of the weights. The
+    moments of inputs and gradients are symmetric, so that one product for their entries is half of them.
+    """
+    student, settings = plan.config.student, plan.config.student.factorize
+    if not (student.is_factorized and settings.is_weighted):
+        return 0
+    shapes, length = layer_linears(build_reference(plan.models.teacher)).values(), plan.config.data.max_length
+    in_pass = 6 * plan.models.sizes["teacher_params"]
+    entries = sum(n**2 + (m**2 if settings.weighting == "gradients" else 0) for m, n in shapes)
+    passes = math.ceil(4 * entries / (settings.calibration.memory * GIB))
+    flops = settings.calibration.count * length * (passes * in_pass + entries)
+    flops += _DECOMPOSITION * sum(m**3 + n**3 for m, n in shapes)
+    if settings.allocation == "loss":
+        projections = sum(2 * min(m, n) * (m + n) for m, n in shapes)
+        rows = max(LOSS_EXAMPLES, settings.calibration.count // LOSS_SHARE)
+        flops += rows * min(length, LOSS_TOKENS) * (in_pass + projections)
+    return flops
+
+
 def forecast(plan: Plan, device: torch.device) -> str | None:
-    """Say what the training will take on this machine; None if that is little, or if nothing is to be trained.
+    """Say what start and training will take on this machine; None if that is little, or if nothing is to be trained.
 
     The time is that of the products of matrices of sequences of full length, so it is an upper bound of these. The
     memory leaves out activations, which `llmdistill plan` counts.
     """
     estimated = estimate_cost(plan) if plan.trains else None
-    if estimated is None or estimated["flops"] < _LITTLE:
+    if estimated is None:
         return None
-    seconds = time_here(plan, estimated["flops"], device)
+    start = start_flops(plan)
+    flops = estimated["flops"] + start
+    if flops < _LITTLE:
+        return None
+    seconds = time_here(plan, flops, device)
     if seconds is not None and seconds < _SOON:
         return None
     sizes, item = plan.models.sizes, plan.models.dtype.itemsize
     held = sizes["student_params"] * (2 * item + STATE_BYTES) + plan.runs_teacher * sizes["teacher_params"] * item
     text = f"{estimated['tokens']:,} tokens of training at most"
     if seconds is not None:
-        text += f", some {duration(seconds)} on this machine"
-    return f"{text}; up to {byte_size(held)} for weights, gradients and optimizer. The start and the scores come on top"
+        text += f", some {duration(seconds * estimated['flops'] / flops)} on this machine"
+        text += f" after {duration(seconds * start / flops)} for the student's start" if start else ""
+    others = "The scores come" if start and seconds is not None else "The start and the scores come"
+    return f"{text}; up to {byte_size(held)} for weights, gradients and optimizer. {others} on top"
 
 
 def tell_before_writing(config: RunConfig, plan: Plan) -> None:

@@ -1,12 +1,19 @@
 """What a run says of its cost before it begins."""
 
+import json
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+import llmdistill
 from llmdistill.config.command_line import parse_run
 from llmdistill.methods import METHODS
+from llmdistill.progress import duration
 from llmdistill.runtime import speed
-from llmdistill.training.cost import estimate_cost, forecast
+from llmdistill.students.start import measure
+from llmdistill.training import cost
+from llmdistill.training.cost import estimate_cost, forecast, start_flops
 from llmdistill.training.plan import make_plan
 
 CPU = torch.device("cpu")
@@ -28,7 +35,8 @@ def test_a_long_run_says_what_it_takes(monkeypatch):
     seconds = tokens * (2 * teacher + 3 * plan.models.sizes["forward_flops"]) / (0.6 * 0.1e12)
     hours, minutes = divmod(round(seconds / 60), 60)
     assert said.startswith(
-        f"{tokens:,} tokens of training at most, some {hours} h {minutes:02d} min on this machine; up to "
+        f"{tokens:,} tokens of training at most, some {hours} h {minutes:02d} min on this machine after 9 s for the "
+        "student's start; up to "
     )
     held = student * (4 + 4 + 12) + teacher * 4
     assert f"up to {held / 1e6:.1f} MB for weights" in said
@@ -47,3 +55,33 @@ def test_a_longer_run_says_something_where_it_takes_minutes(monkeypatch):
     for tflops, says in ((1.0, False), (0.01, True)):
         monkeypatch.setattr(speed, "measure_cpu", lambda tflops=tflops: {"tflops": tflops})
         assert (forecast(plan, CPU) is not None) == says
+
+
+@pytest.mark.parametrize("allocation", ["loss", "uniform"])
+def test_the_start_costs_what_torch_counts_and_at_most_twice_that(allocation, tmp_path, monkeypatch):
+    monkeypatch.setattr(cost, "_DECOMPOSITION", 0)  # which torch does not count
+    for module in (cost, measure):
+        monkeypatch.setattr(module, "LOSS_EXAMPLES", 8)
+    row = {"instruction": "Name them.", "output": "Paris Rome " * 40}  # longer than any limit
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 16)
+    limits = {"max_prompt_length": 64, "max_length": 96}
+    start = {"target_params": "34%", "weighting": "gradients", "allocation": allocation}
+    calibration = {"data": str(tmp_path / "rows.jsonl"), "examples": 16, "held_out": 0}
+    words = [word for name, value in start.items() for word in (f"--student.factorize.{name}", value)]
+    words += [
+        word for name, value in calibration.items() for word in (f"--student.factorize.calibration.{name}", str(value))
+    ]
+    words += [word for name, value in limits.items() for word in (f"--data.{name}", str(value))]
+    with FlopCounterMode(display=False) as counter:
+        llmdistill.compress("embedded:teacher", **start, calibration=calibration, **limits)
+    assert 1 < start_flops(plan_of(*words)) / counter.get_total_flops() < 2
+
+
+def test_a_long_start_is_told_beside_the_training(monkeypatch):
+    monkeypatch.setattr(speed, "measure_cpu", lambda: {"tflops": 0.01})
+    start = ["--student.factorize.weighting", "gradients", "--student.factorize.calibration.examples", "40000"]
+    said = forecast(plan_of("--train.steps", "1000", *start), CPU)
+    whole = start_flops(plan_of("--train.steps", "1000", *start)) / (0.6 * 0.01e12)
+    assert f"on this machine after {duration(whole)} for the student's start; " in said
+    assert said.endswith("The scores come on top")
+    assert start_flops(plan_of("--student.factorize.weighting", "none")) == 0
