@@ -36,6 +36,7 @@ from llmdistill.runtime.launch import (
     run_ranks,
     split_launcher_flags,
 )
+from llmdistill.runtime.signals import begin_anew
 from llmdistill.runtime.terminal import exit_code, quiet_transformers, warn_main
 from llmdistill.tasks.instruction_sets import suite_sets
 
@@ -119,8 +120,10 @@ def compress(arguments: Sequence[str]) -> None:
     parser.add_class_arguments(FactorizeConfig, None)
     parser.add_class_arguments(DataConfig, "data", skip={setting.name for setting in fields(DataConfig)} - set(LIMITS))
     parsed = parse(parser, arguments)
-    if parsed.output is None and not parsed.dry_run:
-        raise UserError("--output is missing: name the student's folder, or add --dry_run")
+    if not parsed.dry_run:
+        if parsed.output is None:
+            raise UserError("--output is missing: name the student's folder, or add --dry_run")
+        check_new(Path(parsed.output))  # before torch is loaded
     given, unchanged = build(parsed, FactorizeConfig, prefix="--"), asdict(DataConfig())
     limits = {key: value for key, value in parsed.data.as_dict().items() if value != unchanged[key]}
     from llmdistill.data.sources import kind_of
@@ -149,7 +152,6 @@ def compress(arguments: Sequence[str]) -> None:
         own = replace(given.calibration, data=TEACHER, examples=examples)
         settings, result = settle(replace(given, calibration=own))  # says what does not fit before anything is written
         if not parsed.dry_run:
-            check_new(Path(parsed.output))
             try:
                 data = calibration_file(parsed.model, CalibrationConfig(**settings["calibration"]))
                 settings["calibration"]["data"] = data
@@ -165,6 +167,8 @@ def compress(arguments: Sequence[str]) -> None:
     if parsed.candidates and candidates is None:
         raise UserError("--candidates tells what a search found: add --method kronecker and --target_params")
     if not parsed.dry_run:
+        if settings["calibration"]["folder"] is None:  # which keeps the statistics
+            begin_anew()
         # A search finds shapes by the unweighted error; the products may still be weighted.
         weighting = {key: settings[key] for key in ("weighting", "calibration")}
         chosen = {**weighting, **result["settings"]} if "settings" in result else settings
@@ -261,6 +265,8 @@ def export(arguments: Sequence[str]) -> None:
     parser.add_argument("--data", type=str, metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parsed = parse(parser, arguments)
+    check_new(Path(parsed.output))  # before torch is loaded
+    begin_anew()
     quiet_transformers()
     named = ("group_size", "packed", "weights", "tokenizer_file")
     bits = {name: getattr(parsed, name) for name in named}

@@ -39,17 +39,19 @@ class CannotWrite(UserError):
 class Stopped(KeyboardInterrupt):
     """A signal has stopped the command. Only code that must leave something in order catches it, and raises it again.
 
-    Its message says what was left: what is finished stays, and the same command goes on.
+    Its message says whether the same command goes on from what is finished, or begins anew.
     """
 
-    def __init__(self, signal_number: int, where: str = "") -> None:
-        """`where` says how far the work had come."""
+    def __init__(self, signal_number: int, where: str = "", *, keeps: bool = True) -> None:
+        """`where` says how far the work had come; without `keeps` the command keeps nothing before its end."""
         name = signal.Signals(signal_number).name
-        super().__init__(
-            f"stopped by {name} {where}, which is saved; the same command goes on from there"
-            if where
-            else f"stopped by {name}; the same command goes on from what is finished"
-        )
+        if where:
+            sentence = f"stopped by {name} {where}, which is saved; the same command goes on from there"
+        elif keeps:
+            sentence = f"stopped by {name}; the same command goes on from what is finished"
+        else:
+            sentence = f"stopped by {name} before the end; the same command begins anew"
+        super().__init__(sentence)
         self.code = 128 + signal_number
         """The exit code, as a shell counts: 143 for SIGTERM, 130 for SIGINT."""
         self.everywhere = bool(where)

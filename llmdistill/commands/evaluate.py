@@ -18,6 +18,7 @@ from llmdistill.data.whole_text import WholeText
 from llmdistill.errors import UserError
 from llmdistill.files import check_writable, file_name
 from llmdistill.messages import print_result, say
+from llmdistill.runtime.signals import begin_anew
 from llmdistill.runtime.terminal import exit_code, quiet_transformers
 from llmdistill.tasks.instruction_sets import SETS, TEXTS, suite_sets
 
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> i
 def score_answers(arguments: Sequence[str], *, prog: str) -> None:
     """Score a model according to the arguments, on every rank of the launcher, and print the result."""
     parsed = parse_scoring(arguments, prog)
+    begin_anew()
     quiet_transformers()
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.data.instruct import Limits

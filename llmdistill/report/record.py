@@ -37,4 +37,5 @@ def describe_hardware(world_size: int) -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
     cpu = named or platform.processor() or platform.machine()
-    return f"{world_size} rank{'s' if world_size > 1 else ''} on {threads} CPU threads ({cpu})"
+    ranks, cores = (f"{n} {noun}{'s' if n > 1 else ''}" for n, noun in ((world_size, "rank"), (threads, "CPU thread")))
+    return f"{ranks} on {cores} ({cpu})"

@@ -169,7 +169,7 @@ def plot_spectra(decomposed: Sequence[Matrix]) -> Figure:
     """Plot the loss that each singular value saves: a panel for a kind, a line for a layer, and a dot at its rank."""
     kinds = list(dict.fromkeys(matrix.kind for matrix in decomposed if matrix.losses))
     layers = sorted({matrix.layer for matrix in decomposed})
-    colors = {layer: _DEPTHS(0.2 + 0.7 * index / max(len(layers) - 1, 1)) for index, layer in enumerate(layers)}
+    colors = {layer: _DEPTHS(0.35 + 0.45 * index / max(len(layers) - 1, 1)) for index, layer in enumerate(layers)}
     figure, panels = panel_grid(kinds, 0.7, 1.5, sharey=True)
     for axes, kind in zip(panels, kinds, strict=True):
         for matrix in (matrix for matrix in decomposed if matrix.kind == kind):

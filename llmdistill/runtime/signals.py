@@ -38,6 +38,7 @@ class _State:
         self.number = 0
         self.since = 0.0
         self.waits = False
+        self.keeps = True
         self.is_over = threading.Event()
         self.is_hopeless: Callable[[], bool] | None = None
 
@@ -92,7 +93,12 @@ def waiting() -> Iterator[None]:
     finally:
         _state.waits = False
     if _state.number:
-        raise Stopped(_state.number)
+        raise Stopped(_state.number, keeps=_state.keeps)
+
+
+def begin_anew() -> None:
+    """Let the message of a later signal say that the same command begins anew: it keeps nothing before its end."""
+    _state.keeps = False
 
 
 def set_handlers(handler: Callable[[int, object], None] | signal.Handlers) -> dict[signal.Signals, Any]:
@@ -133,9 +139,10 @@ def _handle(number: int, _frame: object) -> None:
     if _state.number == 0:
         _state.number, _state.since = number, time.monotonic()
         if not _state.waits:
-            raise Stopped(number)
+            raise Stopped(number, keeps=_state.keeps)
     elif number == signal.SIGINT and time.monotonic() - _state.since > _AGAIN_SECONDS:
-        _say("error: stopped at once by a second SIGINT; the same command goes on from the last checkpoint")
+        how = "goes on from the last checkpoint" if _state.keeps else "begins anew"
+        _say(f"error: stopped at once by a second SIGINT; the same command {how}")
         os._exit(Stopped(number).code)
 
 
@@ -154,7 +161,7 @@ def _listen(reader: socket.socket, state: _State) -> None:
                 os._exit(Stopped(numbers[0]).code)
             # Where a signal waits anyway, a long call may be the writing of a checkpoint, which nothing must cut short.
             if not state.is_over.wait(_BLOCKED_SECONDS) and state.number == 0 and not state.waits:
-                _say(f"error: {Stopped(numbers[0])}")
+                _say(f"error: {Stopped(numbers[0], keeps=state.keeps)}")
                 os._exit(Stopped(numbers[0]).code)
 
 

@@ -214,6 +214,9 @@ def test_compress_takes_the_limits_of_its_calibration_data(tmp_path, capsys):
     assert main([*words, *data, "--data.long_prompts", "truncate"]) == 0
     limits = "--data.max_prompt_length 12 --data.long_prompts truncate"
     assert capsys.readouterr().out.rstrip().endswith(f"--data.train embedded:train {limits}")
+    assert main([*words, *data]) == 2
+    assert "student exists and is not empty" in capsys.readouterr().err
+    words[-1] = str(tmp_path / "other")
     assert main([*words, "--rank", "8", "--weighting", "none", "--data.max_length", "100"]) == 2
     assert "data.max_length is for calibration data: give them, or leave it out" in capsys.readouterr().err
 

@@ -9,8 +9,10 @@ import subprocess
 import pytest
 
 from llmdistill.report.comparison import comparison_report
+from llmdistill.report.pages import render
 from llmdistill.report.results import TABLE_SIZE, Comparison, ComparisonRow, UntrainedStudent
 from llmdistill.report.samples import Sample
+from llmdistill.report.tables import TitledTable
 from llmdistill.report.trials import TrialRow, entry_of
 from llmdistill.report.weights_on_disk import Checkpoint
 
@@ -58,6 +60,10 @@ function measure(frame) {
     }));
   }
   return {found, dark: view.matchMedia("(prefers-color-scheme: dark)").matches, width: view.innerWidth,
+          tables: [...page.querySelectorAll("table")].map(each => {
+            const {left, top} = each.getBoundingClientRect();
+            return {left, top, display: view.getComputedStyle(each).display};
+          }),
           figures: page.querySelectorAll("svg").length, cells: page.querySelectorAll("td").length};
 }
 onload = () => {
@@ -166,3 +172,27 @@ def test_no_figure_or_column_is_cut(tmp_path):
             assert measured["figures"] == 7
             assert measured["cells"] > 100
             assert measured["found"] == [], f"at {width} pixels"
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed, in which the page could be measured")
+def test_the_tables_of_a_run_stand_side_by_side_where_both_fit(tmp_path):
+    header = ["model", "params", "size", "seen", "unseen", "skills", "perplexity", "train tok/s", "gen tok/s"]
+    table = TitledTable("Scores", header, [["teacher", "1,220,224", "100%", *["97.8"] * 6]] * 3)
+    small = TitledTable("Distance", ["model", "nats per token", "perplexity"], [["trained", "0.00779", "1.04"]])
+    record = {"command": "c", "hardware": "h", "versions": {}, "finished": "f"}
+    page = {"title": "t", "verdict": "v", "bars": {}, "drawings": [], "has_answers": False, "kept": None}
+    page |= {
+        "labels": {"student": "trained"},
+        "warnings": [],
+        "record": record,
+        "legend": "What the figures mean. " * 20,
+    }
+    text = render("run.html.j2", **page, table=table, distance=(small, "Held-out rows."), samples=[])
+    narrow, wide = measure(tmp_path, text, dark=False)
+    assert narrow["found"] == wide["found"] == []
+    scores, distance = wide["tables"]
+    assert scores["top"] == distance["top"]
+    assert scores["left"] < distance["left"]
+    scores, distance = narrow["tables"]
+    assert scores["left"] == distance["left"]
+    assert (scores["display"], distance["display"]) == ("block", "table"), "three columns need no cards"

@@ -73,6 +73,19 @@ def test_a_command_ends_with_one_line_of_rank_0_and_the_code_of_a_shell(place, s
     assert (done.returncode, done.stdout, done.stderr) == (143, "", said)
 
 
+def test_a_command_that_keeps_nothing_says_that_it_begins_anew(tmp_path):
+    done = run(f"""
+import llmdistill
+from llmdistill import cli
+from llmdistill.runtime import terminal
+cli.quiet_transformers = int
+llmdistill.export = lambda *_, **__: send(signal.SIGINT)
+sys.exit(cli.main("export --to dense --model m --output {tmp_path / "new"}".split()))
+""")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "error: stopped by SIGINT before the end; the same command begins anew\n"
+
+
 def test_a_block_that_waits_sees_the_signal_and_is_not_interrupted():
     done = run("""
 def job():
