@@ -110,7 +110,7 @@ def _draw_scores(comparison: Comparison, styles: Mapping[str, plots.Style], text
     teacher = spreads.get(TEACHER)
     figure = plots.plot_scores(dots, None if teacher is None else teacher.mean, *_select_score(comparison, text))
     if text is None:
-        return [Drawing("scores", "Scores", caption, figure)]
+        return [Drawing("scores", "Scores by method", caption, figure)]
     return [Drawing(f"perplexity_{text}", f"Perplexity of {text}", f"{caption} Lower is better.", figure)]
 
 
