@@ -29,6 +29,7 @@ from llmdistill.models.forms import remove_forms
 from llmdistill.models.general import cache_argument
 from llmdistill.models.load import load_model
 from llmdistill.progress import Activity, progress
+from llmdistill.runtime.signals import waiting
 from llmdistill.runtime.speed import timed
 from llmdistill.serving.dense import Describe
 from llmdistill.serving.fidelity import compare, outputs_of, read_rows
@@ -289,7 +290,8 @@ def _write_graph(model: PreTrainedModel, file: Path) -> _Graph:
     logger.setLevel(logging.ERROR)  # it warns of packages that this export does not need
     model.set_attn_implementation("eager")  # plain products, which ONNX Runtime fuses itself
     try:
-        with Activity("Writing the graph of ONNX"):
+        # Of an exception by a signal torch.export makes an error of its own, or none at all.
+        with waiting(), Activity("Writing the graph of ONNX"):
             torch.onnx.export(
                 program.eval(),
                 tuple(_nest_past(inputs)),

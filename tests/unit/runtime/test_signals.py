@@ -86,6 +86,25 @@ sys.exit(cli.main("export --to dense --model m --output {tmp_path / "new"}".spli
     assert done.stderr == "error: stopped by SIGINT before the end; the same command begins anew\n"
 
 
+def test_a_signal_that_torch_swallows_ends_the_export_of_a_graph(tmp_path):
+    done = run(f"""
+import contextlib
+import torch
+from llmdistill.serving import onnx_export
+def swallow(*_, **__):
+    with contextlib.suppress(BaseException):
+        send(signal.SIGINT)
+torch.onnx.export = swallow
+onnx_export.make_traceable = lambda _: (torch.nn.Identity(), dict(), [], dict())
+onnx_export.attention_implementation = onnx_export._nest_past = lambda _: ()
+model = torch.nn.Identity()
+model.set_attn_implementation = print
+sys.exit(exit_code(lambda: onnx_export._write_graph(model, "{tmp_path / "model.onnx"}")))
+""")
+    assert done.returncode == 130, done.stderr
+    assert "error: stopped by SIGINT" in done.stderr
+
+
 def test_a_block_that_waits_sees_the_signal_and_is_not_interrupted():
     done = run("""
 def job():
