@@ -58,7 +58,10 @@ def command_block() -> Iterator[Ending]:
                 failure = error if isinstance(error, Stopped | UserError) else explain_refusal(error) or error
                 has_sentence = isinstance(failure, Stopped | UserError) or _out_of_memory(failure) is not None
                 if launched_ranks() == 1 and not has_sentence:
-                    raise
+                    if not signals.first_signal():
+                        raise
+                    # A Ctrl-C also ends the compiler that a library has started, which then fails.
+                    failure = Stopped(signals.first_signal())
                 ending.code = _report_failure(failure)
     except Stopped as stopped:  # by a signal before the command began or after it had ended
         ending.code = _report_failure(stopped)

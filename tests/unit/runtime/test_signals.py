@@ -105,6 +105,17 @@ sys.exit(exit_code(lambda: onnx_export._write_graph(model, "{tmp_path / "model.o
     assert "error: stopped by SIGINT" in done.stderr
 
 
+def test_a_compiler_that_ctrl_c_has_ended_is_no_failure():
+    done = run("""
+def job():
+    with signals.waiting():
+        send(signal.SIGTERM)
+        raise RuntimeError("C++ compile error")
+sys.exit(exit_code(job))
+""")
+    assert (done.returncode, done.stderr) == (143, AT_ONCE)
+
+
 def test_a_block_that_waits_sees_the_signal_and_is_not_interrupted():
     done = run("""
 def job():
