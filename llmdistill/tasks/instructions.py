@@ -18,7 +18,7 @@ from llmdistill.data.examples import Example
 from llmdistill.data.exchange import ALONE, Exchange
 from llmdistill.data.held_out import KeptItems, find_learned_files, find_learned_rows, hold_out
 from llmdistill.data.instruct import NO_LIMIT, Limits, encode, parts_before
-from llmdistill.data.prompts import MINILLM, text_around
+from llmdistill.data.prompts import CHAT, text_around
 from llmdistill.data.references import TEACHER, parts_of
 from llmdistill.data.rows import describe_left_out
 from llmdistill.data.sampler import Mixture, Share, TrainLoader, scoring_batches
@@ -289,12 +289,18 @@ class InstructionData(TaskData):
     def held_out_questions(self) -> list[HeldOutQuestion]:
         """See TaskData: the first of the rows that are held out."""
         decode, questions = partial(self.tokenizer.decode, skip_special_tokens=True), list[HeldOutQuestion]()
-        around = text_around(self.tokenizer, self.task.config.data.prompt or MINILLM)
+        # Rows of messages take the chat template whatever the prompt is.
+        prompts = {self.limits.prompt, *([] if self.tokenizer.chat_template is None else [CHAT])}
+        arounds = [around for prompt in prompts if all(around := text_around(self.tokenizer, prompt))]
         for item in self.held_out[:ASKED]:
             begin, end = item.borders[-2:]
             whole = str(self.tokenizer.decode(item.last_prompt))
-            only_question = all(around) and whole.startswith(around[0]) and whole.endswith(around[1])
-            prompt = whole[len(around[0]) : -len(around[1])] if only_question else str(decode(item.last_prompt)).strip()
+            alone = (
+                whole[len(before) : -len(after)]
+                for before, after in arounds
+                if whole.startswith(before) and whole.endswith(after)
+            )
+            prompt = next(alone, None) or str(decode(item.last_prompt)).strip()
             reference = str(decode(item.ids[begin:end])).strip()
             questions.append(HeldOutQuestion(prompt_ids=item.last_prompt, prompt=prompt, reference=reference))
         return questions

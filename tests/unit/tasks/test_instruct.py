@@ -13,6 +13,7 @@ from word_models import word_tokenizer
 from llmdistill.commands.evaluate import build_parser, chosen_sets, default_output, parse_scoring
 from llmdistill.config import DataConfig, GenerationConfig, RunConfig
 from llmdistill.config.command_line import parse_run
+from llmdistill.data.chat_messages import Turn
 from llmdistill.data.collate import sample_id
 from llmdistill.data.examples import Example
 from llmdistill.data.instruct import Limits, encode, encode_prompts
@@ -281,10 +282,11 @@ def test_held_out_questions_are_shown_as_they_were_asked(prompt, around):
     tokenizer.chat_template = "<|im_start|>system\nYou help.<|im_end|>\n" + CHATML
     questions = ["Where is Ulma?", "Name two\n\nlakes."]
     examples = [Example(instruction=each, input="", outputs=("Here.",)) for each in questions]
+    examples.append(Example("", "", ("Here.",), messages=(Turn("user", "Where?"),)))  # in the chat template
     limits = Limits(max_prompt_length=200, max_length=240, long_prompts="drop", prompt=prompt)
-    task = Instructions(RunConfig(ds_config="", data=DataConfig(tests={}, prompt=prompt)))
-    data = data_of(task, tokenizer=tokenizer, held_out=encode(examples, tokenizer, limits).items)
+    task = Instructions(RunConfig(ds_config="", data=DataConfig(tests={})))  # the run finds its prompt itself
+    data = data_of(task, tokenizer=tokenizer, limits=limits, held_out=encode(examples, tokenizer, limits).items)
     asked = data.held_out_questions()
-    assert [each.prompt for each in asked] == questions
-    assert [each.reference for each in asked] == ["Here."] * 2
+    assert [each.prompt for each in asked] == [*questions, "Where?"]
+    assert [each.reference for each in asked] == ["Here."] * 3
     assert around in tokenizer.decode(asked[0].prompt_ids)
