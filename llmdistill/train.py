@@ -109,7 +109,10 @@ def make_plans(config: RunConfig, ranks: int | None = None) -> list[Plan]:
 
 def check_places(plans: Sequence[Plan], *, thorough: bool = True) -> None:
     """Check what a run reads and where it writes, its data as in `Task.check_files`. Raises UserError for a mistake."""
+    from llmdistill.training.run_folder import check_settings
+
     check_writable(plans[-1].folder, "--output_dir")
+    check_settings(plans[-1].recorded)
     statistics = plans[-1].config.student.factorize.calibration.folder
     if statistics is not None and not Path(statistics).exists():  # one that is there may only be read
         check_writable(Path(statistics), "--student.factorize.calibration.folder")

@@ -52,12 +52,11 @@ def settle(config: RunConfig, teacher: PreTrainedConfig) -> Settled:
         factorize, why = choose_start(factorize, teacher, config.data.max_length)
         notes = [_describe(factorize, why)]
     data = config.data
-    held_out = data.held_out
-    if held_out is None and record is not None:
+    held_out, has_rows = data.held_out, data.kind == "instructions" and not data.streaming
+    if held_out is None and record is not None and has_rows:
         held_out = record.get("data", {}).get("held_out", 0)
     elif held_out is None:
-        has_rows = data.kind == "instructions" and not data.streaming and data.valid is None
-        held_out = HELD_OUT if has_rows and METHODS[config.method].trains else 0
+        held_out = HELD_OUT if has_rows and data.valid is None and METHODS[config.method].trains else 0
     data = replace(data, held_out=held_out)
     return Settled(replace(config, student=replace(student, factorize=factorize), data=data), notes)
 

@@ -278,7 +278,26 @@ def claim_folder(config: RunConfig, *, may_go_on: bool = False) -> Iterator[None
             lock.close()
 
 
-def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str]], *, may_go_on: bool) -> None:
+def check_settings(config: RunConfig) -> None:
+    """Raise a UserError as `claim_folder` does, before the inputs are there, which a teacher may write for hours.
+
+    What only they tell is left to `claim_folder`: their content, the file of written data, and the steps of epochs.
+    """
+    assert config.output_dir is not None
+    folder = Path(config.output_dir)
+    old = _read_unclaimed(folder, config.resume)
+    if old is None:
+        return
+    new = as_json({"config": to_dict(config), "ds_config": read_ds_config(config.ds_config), "inputs": {}})
+    recorded = flatten(old["config"])
+    for key in (*_DATA, "train.steps", "train.epochs"):
+        if key in recorded:
+            set_value(new["config"], key, recorded[key])
+    _compare(folder, {**old, "inputs": {}}, new, may_go_on=True)
+
+
+def _read_unclaimed(folder: Path, resume: str) -> dict[str, Any] | None:
+    """Read the record of the run in a folder, if there is one; a UserError if the folder cannot hold a run."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir {folder}: it is a file; choose another output_dir or remove the file")
     old = _read(folder)
@@ -288,6 +307,11 @@ def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str
         raise UserError(
             f"output_dir {folder}: it holds a run already, and resume is never; choose another folder or resume auto"
         )
+    return old
+
+
+def _claim(folder: Path, record: dict[str, Any], resume: str, locks: list[IO[str]], *, may_go_on: bool) -> None:
+    old = _read_unclaimed(folder, resume)
     _compare(folder, old, record, may_go_on=may_go_on)
     if old is not None and len(record.get(_STEPS, ())) > len(old.get(_STEPS, ())):
         locks.append(_lock(folder))  # another process may be at the end that is forgotten

@@ -1,6 +1,7 @@
 """A run settles the start of its student: the best one that it can have, or what its folder has recorded."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig, ReformerConfig
@@ -91,3 +92,12 @@ def test_compress_weights_only_by_data():
     by_loss = FactorizeConfig(target_params="60%", allocation="loss")
     with pytest.raises(UserError, match="needs calibration data"):
         settle_compress(by_loss, "svd", LLAMA, has_data=False, **more)
+
+
+def test_rows_that_a_folder_has_held_out_are_none_of_a_text(tmp_path):
+    record = {"config": {"data": {"held_out": 0.5}}}
+    (tmp_path / RUN_FILE).write_text(json.dumps(record))
+    config = config_of(tmp_path)
+    assert settle(config, LLAMA).config.data.held_out == 0.5
+    text = replace(config, data=replace(config.data, kind="text", train="a.txt"))
+    assert settle(text, LLAMA).config.data.held_out == 0

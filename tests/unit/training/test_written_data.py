@@ -13,6 +13,7 @@ from llmdistill.generation import self_written
 from llmdistill.studies import distillation
 from llmdistill.train import main
 from llmdistill.training import cost
+from llmdistill.training.run_folder import claim_folder
 from llmdistill.training.written_data import describe_writing, with_written_data, written_settings
 
 
@@ -93,3 +94,31 @@ def test_a_run_says_what_it_will_take_before_its_teacher_writes(tmp_path, monkey
     assert labels == ["Recipe", "Cost", "Before"]
     assert main(command) == 0
     assert "Before" not in capsys.readouterr().out
+
+
+def test_a_folder_of_another_run_is_refused_before_the_teacher_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def begin(plans, *_, **__):
+        with claim_folder(plans[-1].recorded, may_go_on=True):
+            pass
+
+    monkeypatch.setattr(distillation, "run_chain", begin)
+
+    def start(*words: str) -> int:
+        settings = "--method kd --student.factorize.target_params 40% --data.train teacher --data.write.rows 3"
+        texts = "--data.kind text --data.text.field output --data.valid embedded:valid --data.write.max_text_tokens 8"
+        places = ["--output_dir", str(tmp_path / "run"), "--data.cache_dir", str(tmp_path / "cache")]
+        return main([*settings.split(), *texts.split(), *places, *words])
+
+    assert start() == 0
+    monkeypatch.setattr(self_written, "load_model", lambda *_, **__: pytest.fail("written before the refusal"))
+    for other, said in {
+        ("--data.write.rows", "4"): "data.write.rows was 3 and is now 4",
+        ("--kd.temperature", "2"): "kd.temperature was 1.0 and is now 2.0",
+        ("--seed", "5"): "seed was 0 and is now 5",
+        ("--resume", "never"): "it holds a run already, and resume is never",
+    }.items():
+        assert start(*other) == 2
+        assert said in capsys.readouterr().err
+    assert start("--train.steps", "100000") == 0, "a run may get more steps"
