@@ -11,10 +11,9 @@ from llmdistill.config import RunConfig
 from llmdistill.config.command_line import about_recipe, to_dict
 from llmdistill.files import byte_size
 from llmdistill.messages import print_result
-from llmdistill.progress import duration
 from llmdistill.runtime.devices import default_device
 from llmdistill.runtime.environment import print_finding
-from llmdistill.training.cost import estimate_cost, time_here
+from llmdistill.training.cost import describe_times, estimate_cost, times_here
 from llmdistill.training.disk import DiskNeed
 from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan
@@ -27,8 +26,7 @@ def describe_cost(plan: Plan) -> str:
     room = f"up to {byte_size(DiskNeed.of(plan).total)} on the disk"
     if estimated is None:
         return f"known once the training set is read (train.epochs {plan.config.train.epochs}); {room}"
-    seconds = time_here(plan, estimated["flops"], default_device())
-    here = "" if seconds is None else f", some {duration(seconds)} on this machine"
+    here = describe_times(times_here(plan, default_device()))
     return f"{estimated['tokens']:,} tokens at most, {estimated['flops']:.2g} FLOP{here}; {room}"
 
 

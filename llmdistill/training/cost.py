@@ -71,23 +71,24 @@ def forecast(plan: Plan, device: torch.device) -> str | None:
     memory leaves out activations, which `llmdistill plan` counts.
     """
     estimated = estimate_cost(plan) if plan.trains else None
-    if estimated is None:
+    if estimated is None or estimated["flops"] + start_flops(plan) < _LITTLE:
         return None
-    start = start_flops(plan)
-    flops = estimated["flops"] + start
-    if flops < _LITTLE:
-        return None
-    seconds = time_here(plan, flops, device)
-    if seconds is not None and seconds < _SOON:
+    times = times_here(plan, device)
+    if times is not None and sum(times) < _SOON:
         return None
     sizes, item = plan.models.sizes, plan.models.dtype.itemsize
     held = sizes["student_params"] * (2 * item + STATE_BYTES) + plan.runs_teacher * sizes["teacher_params"] * item
-    text = f"{estimated['tokens']:,} tokens of training at most"
-    if seconds is not None:
-        text += f", some {duration(seconds * estimated['flops'] / flops)} on this machine"
-        text += f" after {duration(seconds * start / flops)} for the student's start" if start else ""
-    others = "The scores come" if start and seconds is not None else "The start and the scores come"
+    text = f"{estimated['tokens']:,} tokens of training at most{describe_times(times)}"
+    others = "The scores come" if times is not None and times[1] else "The start and the scores come"
     return f"{text}; up to {byte_size(held)} for weights, gradients and optimizer. {others} on top"
+
+
+def describe_times(times: tuple[float, float] | None) -> str:
+    """Put what `times_here` returns into words that go on after the tokens of the training."""
+    if times is None:
+        return ""
+    start = f" after {duration(times[1])} for the student's start" if times[1] else ""
+    return f", some {duration(times[0])} on this machine{start}"
 
 
 def tell_before_writing(config: RunConfig, plan: Plan) -> None:
@@ -102,13 +103,16 @@ def tell_before_writing(config: RunConfig, plan: Plan) -> None:
         say(f"Before      {describe_writing(config)}")
 
 
-def time_here(plan: Plan, flops: float, device: torch.device) -> float | None:
-    """Return the seconds that so many operations take on the ranks of a plan, each a device such as this one.
+def times_here(plan: Plan, device: torch.device) -> tuple[float, float] | None:
+    """Return the seconds of the training and of the start before it on the ranks of a plan, each such a device.
 
-    None for a GPU that is not known.
+    None for a GPU that is not known, or if train.epochs leaves the steps open.
     """
     from llmdistill.runtime.speed import measure_cpu
 
+    estimated = estimate_cost(plan)
+    if estimated is None:
+        return None
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
             tflops = float(measure_cpu()["tflops"])
@@ -118,4 +122,5 @@ def time_here(plan: Plan, flops: float, device: torch.device) -> float | None:
         if kind is None:
             return None
         tflops = MachineConfig().of_kind(kind, set()).tflops
-    return flops / (1e12 * tflops * MachineConfig().product_share * plan.world_size)
+    speed = 1e12 * tflops * MachineConfig().product_share * plan.world_size
+    return estimated["flops"] / speed, start_flops(plan) / speed
