@@ -75,13 +75,19 @@ def run(arguments: Sequence[str], *, script: str | None = None) -> None:
     from llmdistill.runtime.distributed import on_main, process_group
     from llmdistill.runtime.terminal import print_main, quiet_libraries
     from llmdistill.studies.distillation import run_chain
+    from llmdistill.training.assemble import check_machine
     from llmdistill.training.cost import tell_before_writing
-    from llmdistill.training.written_data import with_written_data
+    from llmdistill.training.disk import check_disk
+    from llmdistill.training.written_data import with_written_data, written_data_exist
 
     with process_group(command_line.typed_command(script, arguments)):
         quiet_libraries()
         print_main(command_line.about_recipe(flags))
-        on_main(lambda: tell_before_writing(config, plans[-1]))
+        if on_main(lambda: not written_data_exist(config)):  # which takes long: what can be refused is refused before
+            for plan in plans:
+                check_machine(plan)
+            on_main(lambda: check_disk(plans[-1]))
+            on_main(lambda: tell_before_writing(config, plans[-1]))
         written = with_written_data(config)
         if written is not config:
             config, plans = written, make_plans(written)

@@ -16,7 +16,7 @@ from llmdistill.students.counting import build_reference, layer_linears
 from llmdistill.students.start.measure import GIB, LOSS_EXAMPLES, LOSS_SHARE, LOSS_TOKENS
 from llmdistill.training.disk import STATE_BYTES
 from llmdistill.training.plan import Plan
-from llmdistill.training.written_data import describe_writing, written_data_exist
+from llmdistill.training.written_data import describe_writing
 
 _LITTLE = 1e13
 """Operations below which a run does not say what it will take, a minute or two of two cores."""
@@ -92,15 +92,11 @@ def describe_times(times: tuple[float, float] | None) -> str:
 
 
 def tell_before_writing(config: RunConfig, plan: Plan) -> None:
-    """Say on this rank what a run will take if its teacher first writes the data, which takes long too.
-
-    Any other run says so when it begins.
-    """
-    if not written_data_exist(config):
-        cost = forecast(plan, World.current().device)
-        if cost is not None:
-            say(f"Cost        {cost}")
-        say(f"Before      {describe_writing(config)}")
+    """Say on this rank what a run will take whose teacher first writes the data; any other run says it at its begin."""
+    cost = forecast(plan, World.current().device)
+    if cost is not None:
+        say(f"Cost        {cost}")
+    say(f"Before      {describe_writing(config)}")
 
 
 def times_here(plan: Plan, device: torch.device) -> tuple[float, float] | None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hostile import refuses
@@ -12,7 +13,7 @@ from llmdistill.config.student import CalibrationConfig
 from llmdistill.generation import self_written
 from llmdistill.studies import distillation
 from llmdistill.train import main
-from llmdistill.training import cost
+from llmdistill.training import assemble, cost, disk
 from llmdistill.training.run_folder import claim_folder
 from llmdistill.training.written_data import describe_writing, with_written_data, written_settings
 
@@ -122,3 +123,11 @@ def test_a_folder_of_another_run_is_refused_before_the_teacher_writes(tmp_path, 
         assert start(*other) == 2
         assert said in capsys.readouterr().err
     assert start("--train.steps", "100000") == 0, "a run may get more steps"
+    new = ["--output_dir", str(tmp_path / "new"), "--data.write.rows", "4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(assemble, "has_compiler", lambda: False)
+        assert start(*new, "--ds_config", "zero2_offload") == 2
+        assert "no C++ compiler was found" in capsys.readouterr().err
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert start(*new) == 2
+    assert "has 1.0 kB free" in capsys.readouterr().err
