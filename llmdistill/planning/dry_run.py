@@ -26,8 +26,8 @@ def describe_cost(plan: Plan) -> str:
     room = f"up to {byte_size(DiskNeed.of(plan).total)} on the disk"
     if estimated is None:
         return f"known once the training set is read (train.epochs {plan.config.train.epochs}); {room}"
-    here = describe_times(times_here(plan, default_device()))
-    return f"{estimated['tokens']:,} tokens at most, {estimated['flops']:.2g} FLOP{here}; {room}"
+    here = describe_times(times_here(plan, default_device())) or f", {estimated['flops']:.2g} FLOP"
+    return f"{estimated['tokens']:,} tokens at most{here}; {room}"
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:

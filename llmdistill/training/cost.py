@@ -87,7 +87,7 @@ def describe_times(times: tuple[float, float] | None) -> str:
     """Put what `times_here` returns into words that go on after the tokens of the training."""
     if times is None:
         return ""
-    start = f" after {duration(times[1])} for the student's start" if times[1] else ""
+    start = f" after {duration(times[1])} for the start" if times[1] else ""
     return f", some {duration(times[0])} on this machine{start}"
 
 

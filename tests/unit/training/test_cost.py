@@ -36,7 +36,7 @@ def test_a_long_run_says_what_it_takes(monkeypatch):
     hours, minutes = divmod(round(seconds / 60), 60)
     assert said.startswith(
         f"{tokens:,} tokens of training at most, some {hours} h {minutes:02d} min on this machine after 9 s for the "
-        "student's start; up to "
+        "start; up to "
     )
     held = student * (4 + 4 + 12) + teacher * 4
     assert f"up to {held / 1e6:.1f} MB for weights" in said
@@ -82,6 +82,6 @@ def test_a_long_start_is_told_beside_the_training(monkeypatch):
     start = ["--student.factorize.weighting", "gradients", "--student.factorize.calibration.examples", "40000"]
     said = forecast(plan_of("--train.steps", "1000", *start), CPU)
     whole = start_flops(plan_of("--train.steps", "1000", *start)) / (0.6 * 0.01e12)
-    assert f"on this machine after {duration(whole)} for the student's start; " in said
+    assert f"on this machine after {duration(whole)} for the start; " in said
     assert said.endswith("The scores come on top")
     assert start_flops(plan_of("--student.factorize.weighting", "none")) == 0
