@@ -132,7 +132,7 @@ def compare_rows(teacher: Sequence[ModelRows], student: Sequence[ModelRows]) -> 
     labels = TokenTerm("label", None)
     terms = [TokenTerm("divergence", FORWARD_KL), labels]
     sums, count = list[Tensor](), 0
-    for theirs, ours in zip(teacher, student, strict=True):
+    for theirs, ours in progress(list(zip(teacher, student, strict=True)), "Comparing probabilities", "batches"):
         shared = min(len(theirs.labels_N), len(ours.labels_N))
         if not shared:
             continue
