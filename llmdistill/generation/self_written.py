@@ -317,7 +317,7 @@ def request_of(model: str, settings: WriteConfig, kind: DataKind) -> dict[str, A
 
 
 def without_length(settings: WriteConfig) -> WriteConfig:
-    """Return what determines each row, however many are written."""
+    """Return the settings that determine each row, however many rows are written."""
     return replace(settings, rows=None, tokens=None)
 
 

@@ -13,7 +13,7 @@ from llmdistill.files import byte_size
 from llmdistill.messages import print_result
 from llmdistill.runtime.devices import default_device
 from llmdistill.runtime.environment import print_finding
-from llmdistill.training.cost import describe_times, estimate_cost, times_here
+from llmdistill.training.cost import describe_times, estimate_cost, start_flops, times_here
 from llmdistill.training.disk import DiskNeed
 from llmdistill.training.headline import headline
 from llmdistill.training.plan import Plan
@@ -26,7 +26,8 @@ def describe_cost(plan: Plan) -> str:
     room = f"up to {byte_size(DiskNeed.of(plan).total)} on the disk"
     if estimated is None:
         return f"known once the training set is read (train.epochs {plan.config.train.epochs}); {room}"
-    here = describe_times(times_here(plan, default_device())) or f", {estimated['flops']:.2g} FLOP"
+    times = times_here(plan, estimated["flops"], start_flops(plan), default_device())
+    here = describe_times(times) or f", {estimated['flops']:.2g} FLOP"
     return f"{estimated['tokens']:,} tokens at most{here}; {room}"
 
 

@@ -23,7 +23,7 @@ _LITTLE = 1e13
 _SOON = 120
 """Nor does one of fewer seconds: it is done before anybody would ask."""
 _DECOMPOSITION = 10
-"""Operations of the decomposition of a moment, for each of a product of two matrices of its shape."""
+"""Operations of the decomposition of a moment of n × n, over n³."""
 
 
 def estimate_cost(plan: Plan) -> dict[str, float] | None:
@@ -45,8 +45,8 @@ def estimate_cost(plan: Plan) -> dict[str, float] | None:
 def start_flops(plan: Plan) -> float:
     """Estimate the operations of a start that data weight, for sequences of full length; 0 for any other student.
 
-    The passes over the data compute each layer forward, once more, and backward without gradients of the weights. The
-    moments of inputs and gradients are symmetric, so that one product for their entries is half of them.
+    The passes over the data compute each layer forward, once more, and backward without gradients of the weights.
+    Moments are symmetric: half of their entries are computed, with two operations for each token.
     """
     student, settings = plan.config.student, plan.config.student.factorize
     if not (student.is_factorized and settings.is_weighted):
@@ -71,9 +71,12 @@ def forecast(plan: Plan, device: torch.device) -> str | None:
     memory leaves out activations, which `llmdistill plan` counts.
     """
     estimated = estimate_cost(plan) if plan.trains else None
-    if estimated is None or estimated["flops"] + start_flops(plan) < _LITTLE:
+    if estimated is None:
         return None
-    times = times_here(plan, device)
+    start = start_flops(plan)
+    if estimated["flops"] + start < _LITTLE:
+        return None
+    times = times_here(plan, estimated["flops"], start, device)
     if times is not None and sum(times) < _SOON:
         return None
     sizes, item = plan.models.sizes, plan.models.dtype.itemsize
@@ -92,23 +95,20 @@ def describe_times(times: tuple[float, float] | None) -> str:
 
 
 def tell_before_writing(config: RunConfig, plan: Plan) -> None:
-    """Say on this rank what a run will take whose teacher first writes the data; any other run says it at its begin."""
+    """Say on this rank what a run will take if its teacher first writes the data; others say so as they begin."""
     cost = forecast(plan, World.current().device)
     if cost is not None:
         say(f"Cost        {cost}")
     say(f"Before      {describe_writing(config)}")
 
 
-def times_here(plan: Plan, device: torch.device) -> tuple[float, float] | None:
-    """Return the seconds of the training and of the start before it on the ranks of a plan, each such a device.
+def times_here(plan: Plan, flops: float, start: float, device: torch.device) -> tuple[float, float] | None:
+    """Return the seconds that the operations of training and start take on the ranks of a plan, each such a device.
 
-    None for a GPU that is not known, or if train.epochs leaves the steps open.
+    None for a GPU that is not known.
     """
     from llmdistill.runtime.speed import measure_cpu
 
-    estimated = estimate_cost(plan)
-    if estimated is None:
-        return None
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
             tflops = float(measure_cpu()["tflops"])
@@ -119,4 +119,4 @@ def times_here(plan: Plan, device: torch.device) -> tuple[float, float] | None:
             return None
         tflops = MachineConfig().of_kind(kind, set()).tflops
     speed = 1e12 * tflops * MachineConfig().product_share * plan.world_size
-    return estimated["flops"] / speed, start_flops(plan) / speed
+    return flops / speed, start / speed

@@ -47,8 +47,7 @@ def with_written_data(config: RunConfig, *, write: bool = True) -> RunConfig:
     """Return the run with the file that its teacher has written in place of "teacher"; every rank must call this.
 
     The file is written into `data.cache_dir`, once for each model and its settings, and one with more rows goes on from
-    what is there. Unless `write`, a run whose file
-    does not exist is returned as it is.
+    what is there. Unless `write`, a run whose file does not exist is returned as it is.
 
     Raises:
         UserError: as in `write_data`.
