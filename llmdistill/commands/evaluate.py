@@ -65,7 +65,6 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "evaluate") -> i
 def score_answers(arguments: Sequence[str], *, prog: str) -> None:
     """Score a model according to the arguments, on every rank of the launcher, and print the result."""
     parsed = parse_scoring(arguments, prog)
-    begin_anew()
     quiet_transformers()
     # Imported here so that --help does not wait for torch and transformers.
     from llmdistill.data.instruct import Limits
@@ -75,6 +74,8 @@ def score_answers(arguments: Sequence[str], *, prog: str) -> None:
 
     settings = build(parsed, GenerationConfig, prefix="--")
     data = chosen_sets(parsed)
+    if all(isinstance(each, WholeText) for each in data.values()):
+        begin_anew()  # only answers are kept before the end
     limits = Limits(
         max_prompt_length=parsed.max_prompt_length,
         max_length=parsed.max_length,

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llmdistill.data.prompts import answer_ends
 from llmdistill.errors import UserError
+from llmdistill.generation.kept_answers import Finished, KeptAnswers
 from llmdistill.generation.refill import (
     NoRepeatedNgram,
     Refill,
@@ -26,6 +27,7 @@ from llmdistill.generation.refill import (
 )
 from llmdistill.generation.response_rows import final_answers
 from llmdistill.generation.row_draws import RowDraws, RowSamples
+from llmdistill.messages import say
 from llmdistill.runtime.distributed import World, gather_objects
 
 Key = TypeVar("Key")
@@ -130,12 +132,14 @@ def generate_passes(
     *,
     seeds: Sequence[int],
     synced: bool = False,
+    kept: KeptAnswers | None = None,
 ) -> list[GenerationResult]:
     """Generate answers to prompts given as tokens, once with each seed; every rank must call this function.
 
     The ranks share batches of prompts of similar length, and each prompt has its own random stream from (seed, prompt).
     Therefore one rank and several ranks generate the same texts within rounding, and one pass and several.
     synced: as for `HuggingFaceEngine`, which restores what it changes.
+    kept: has the answers of an earlier call that was stopped, and gets each new one; not for a sharded model.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token; set eos_token in its tokenizer_config.json")
@@ -147,24 +151,37 @@ def generate_passes(
     batches = plan_batches(prompt_ids, settings.batch_size)
     engine = HuggingFaceEngine(model, tokenizer, settings, synced=synced)
     ends = answer_ends(tokenizer, model.generation_config)
-    started = time.perf_counter()
+    there = Finished({}, 0.0) if kept is None else kept.read(seeds)
+    started = time.perf_counter() - there.seconds
     # By pass and index, because the ranks take the batches of all passes in turn.
-    answers: dict[tuple[int, int], list[int]] = {}
-    engine.count = count = TokenCount(len(seeds) * len(prompt_ids) * settings.max_new_tokens)
+    answers = {
+        (number, index): ids
+        for number, seed in enumerate(seeds)
+        for (of_seed, index), ids in there.answers.items()
+        if of_seed == seed
+    }
+    if answers:
+        said = f"{len(answers)} of {len(seeds) * len(prompt_ids)} answers are there already"
+        say(f"{said}; going on.", aside=True)
+    engine.count = count = TokenCount((len(seeds) * len(prompt_ids) - len(answers)) * settings.max_new_tokens)
     jobs = [
         ([(job // len(batches), index) for index in batches[job % len(batches)]], is_extra)
         for job, is_extra in shared_jobs(len(seeds) * len(batches), synced=synced)
     ]
     if not synced:
         # Rows of all batches take each other's places. A sharded model needs all ranks in each batch.
-        jobs = [([place for places, _ in jobs for place in places], False)]
+        jobs = [([place for places, _ in jobs for place in places if place not in answers], False)]
     with count:
         for places, is_extra in jobs:
             states = [row_seed(seeds[pass_number], index) for pass_number, index in places]
             rows = engine.answer([prompt_ids[index] for _, index in places], states, settings.batch_size)
-            done = {places[row]: ids for row, ids in rows}
-            if not is_extra:
-                answers.update(done)
+            for row, ids in rows:
+                if is_extra:
+                    continue
+                number, index = places[row]
+                answers[number, index] = ids
+                if kept is not None:
+                    kept.add(seeds[number], index, ids, time.perf_counter() - started)
     if model.device.type == "cuda":  # kernels run asynchronously, and the seconds should include all of them
         torch.cuda.synchronize(model.device)
     gathered, seconds = gather_answers(answers, time.perf_counter() - started)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ from llmdistill.data.sources import read_examples
 from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
 from llmdistill.files import write_json, write_text
+from llmdistill.fingerprints import content_fingerprint, fingerprint
 from llmdistill.generation.decode import Decoding, GenerationResult, generate_passes
+from llmdistill.generation.kept_answers import KeptAnswers
 from llmdistill.generation.response_rows import prompt_row
+from llmdistill.models.companions import download
 from llmdistill.models.configs import load_config
 from llmdistill.models.gguf import origin
 from llmdistill.models.load import load_model
@@ -59,12 +62,14 @@ def score_sets(
     limits: Limits,
     *,
     predictions_dir: Path | None = None,
+    kept: Mapping[str, KeptAnswers] | None = None,
     log: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Generate answers to each named set, once per seed (once if greedy), and score them.
 
     The ranks share the batches of all passes, and rank 0 saves the answers to the set NAME in
-    predictions_dir/NAME.jsonl. log is called with one line per pass.
+    predictions_dir/NAME.jsonl. kept has the answers to each set that outlive a stop. log is called with one line per
+    pass.
 
     Returns:
         The score of each set as plain JSON values: ``rougeL`` (0-100, mean over the passes), ``rouge_words`` (how
@@ -102,6 +107,7 @@ def score_sets(
                 decoding,
                 seeds=[seeds[label] for label in labels],
                 synced=loaded.sharded,
+                kept=None if kept is None else kept[name],
             )
             for label, result in zip(labels, results, strict=True):
                 passes[label] = result
@@ -200,7 +206,8 @@ def score_model(
     folder = locate(scoring.model)
     model = load_model(folder, dtype=dtype, device=world.device)
     loaded = LoadedModel(model=model, tokenizer=scoring.tokenizer)
-    scores = score_sets(loaded, scoring.sets, settings, limits, predictions_dir=output_dir, log=log)
+    kept = None if output_dir is None else _kept_answers(scoring, dtype, output_dir)
+    scores = score_sets(loaded, scoring.sets, settings, limits, predictions_dir=output_dir, kept=kept, log=log)
     of_texts = {
         name: score_windows(model, cut, batch_size=settings.batch_size, name=name)
         for name, cut in scoring.windows.items()
@@ -222,4 +229,25 @@ def score_model(
     }
     if output_dir is not None and world.is_main:
         write_json(output_dir / "metrics.json", result)
+        for each in (kept or {}).values():
+            each.remove()
     return result
+
+
+def _kept_answers(scoring: ScoringSets, dtype: torch.dtype, folder: Path) -> dict[str, KeptAnswers]:
+    """Return the answers that outlive a stop, by the name of their set."""
+    settings = asdict(scoring.settings)
+    del settings["batch_size"], settings["seeds"]  # an answer depends on its own seed alone
+    request = {
+        "model": fingerprint(download(locate(scoring.model))),
+        "dtype": str(dtype),
+        "settings": settings,
+        "limits": asdict(scoring.limits),
+    }
+    return {
+        name: KeptAnswers(
+            folder / f"{name}.parts",
+            {**request, "examples": content_fingerprint([prompt_row(example) for example in examples])},
+        )
+        for name, examples in scoring.sets.items()
+    }

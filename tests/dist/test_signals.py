@@ -144,7 +144,7 @@ def test_ctrl_c_ends_a_scoring(tiny_teacher, tmp_path):
     command = ["evaluate", "--model", str(tiny_teacher), *more.split(), "--output", str(folder)]
     code, lines, processes = interrupted_in_a_terminal(command, has_begun)
     assert (code, processes) == (130, 1)
-    assert lines == ["^C", "error: stopped by SIGINT before the end; the same command begins anew"]
+    assert lines == ["^C", "error: stopped by SIGINT; the same command goes on from what is finished"]
 
 
 def test_ranks_whose_launcher_is_killed_stop_after_the_step(rank_server, launch, settings, tmp_path):
