@@ -64,6 +64,12 @@ def of_readme(names: dict[str, Any], printed: str) -> None:
     assert Path("my-student/model.safetensors").is_file()
 
 
+def of_api(names: dict[str, Any], printed: str) -> None:
+    (score,) = numbers(printed)
+    assert 0 <= score <= 100
+    assert Path("served/config.json").is_file()
+
+
 def of_evaluate(names: dict[str, Any], printed: str) -> None:
     of_model, of_answer = numbers(printed)
     assert 0 <= of_model <= 100
@@ -92,6 +98,7 @@ def of_serve(names: dict[str, Any], printed: str) -> None:
 
 CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "README.md": of_readme,
+    "api.md": of_api,
     "evaluate.md": of_evaluate,
     "methods.md": of_methods,
     "serve.md": of_serve,

@@ -28,13 +28,14 @@ from llmdistill import cli
 from llmdistill.commands import cache as cache_command
 from llmdistill.commands import compare
 from llmdistill.commands.published_table import configs_of
+from llmdistill.commands.side_by_side import SUITES
 from llmdistill.config.command_line import build, parse_own, parse_run, recipe_names, run_parser
 from llmdistill.losses import DIVERGENCES
 from llmdistill.methods import METHODS
 from llmdistill.papers.table_study import rows_to_run
 from llmdistill.report.paper import load_table, table_names
 from llmdistill.runtime.ds_config import ds_config_path
-from llmdistill.runtime.launch import split_launcher_flags
+from llmdistill.runtime.launch import LAUNCHER_FLAGS, LAUNCHER_SWITCHES, split_launcher_flags
 
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 PROGRAMS = ("deepspeed", "torchrun", "srun", "python", "llmdistill", "pip", "git")
@@ -64,7 +65,7 @@ def stub(file: Path, name: str) -> None:
 
 
 class Parsed(BaseException):
-    """The parser took the arguments; what the command does with them is another test's."""
+    """The parser took the arguments, or has all its options; what the command does is another test's."""
 
 
 @contextmanager
@@ -223,3 +224,48 @@ def test_settings_that_pages_name_exist():
         named = re.findall(rf"`(?:--)?((?:{sections})\.[a-z_.]*[a-z_])", text)
         unknown = {key for key in named if key not in known and not key.endswith((".py", ".md"))}
         assert not unknown, f"{page.name}: {sorted(unknown)}"
+
+
+def options_of_commands() -> set[str]:
+    """The flags of all commands, of the suites and of the launcher."""
+    options = {f"--{name}" for name in (*LAUNCHER_FLAGS, *LAUNCHER_SWITCHES)}
+
+    def parse_args(self: argparse.ArgumentParser, *arguments: object, **keywords: object) -> object:
+        options.update(option for action in self._actions for option in action.option_strings)
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (jsonargparse.ArgumentParser, argparse.ArgumentParser):
+            patch.setattr(kind, "parse_args", parse_args)
+        for command in [
+            *([name] for name in cli.COMMANDS),
+            *(["evaluate", "--suite", name] for name in (*SUITES, "glue")),
+        ]:
+            with pytest.raises(Parsed):
+                cli.main(command)
+    return options
+
+
+def test_flags_that_pages_name_exist():
+    """Those of other programs have hyphens, or follow the program's name."""
+    known = options_of_commands()
+    for file in [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("eval/*.py"), *ROOT.glob("scripts/**/*.sh")]:
+        known |= set(re.findall(r"--[a-z_]+", file.read_text(encoding="utf-8")))
+    unknown = []
+    # The changes name flags that are gone too.
+    for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:
+        for code in re.findall(r"`([^`]+)`", FENCE.sub("", page.read_text(encoding="utf-8"))):
+            if not code.startswith(("tensorboard ", "wandb ", "llama-gguf-split ", "srun ", "#SBATCH ", "pip ")):
+                flags = re.findall(r"(?<!\S)--[a-z_]+[\w.-]*", code)
+                unknown += [(page.name, flag) for flag in flags if "-" not in flag[2:] and flag not in known]
+    assert [(page, flag) for page, flag in unknown if flag != "--student.forms.NAME.SETTING"] == []
+
+
+NO_COMMAND = ("architecture.md", "index.md", "results-pretrained.md", "security.md")
+"""Pages that begin with a sentence: no single command answers them."""
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_page_begins_with_the_command_that_answers_it(page):
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    assert lines[0].startswith("```") or page.name in NO_COMMAND
