@@ -42,7 +42,7 @@ _WORDS = [f"w{number}" for number in range(VOCABULARY - len(_SPECIAL))]
 PAGE = Path(__file__).resolve().parent.parent / "docs/students.md"
 MARKS = ("<!-- from tests/sweep.py -->", "<!-- end of the sweep -->")
 _REFUSED = {"makd": "MaKD", "gradients": "a weighting by gradients"}
-_BEST = "right, MaKD too"
+_BEST = "all works"
 _TIMEOUT = 240
 _MEMORY = 5 << 30
 _IDS = torch.randint(5, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -318,12 +318,12 @@ def summary(line: dict[str, Any]) -> str:
     untried = [step for step in STEPS if step not in line]
     refused = [step for step in STEPS if line.get(step, "").startswith("refused")]
     if wrong:
-        return "not right: " + ", ".join(wrong)
+        return "wrong: " + ", ".join(wrong)
     if untried:
-        return "right, not tried: " + ", ".join(untried)
+        return "all works, not tried: " + ", ".join(untried)
     if refused:
-        return "right but for " + " and ".join(_REFUSED.get(step, step) for step in refused)
-    return _BEST if line["makd"] == "right" else "right, MaKD without its attention term"
+        return "all works but " + " and ".join(_REFUSED.get(step, step) for step in refused)
+    return _BEST if line["makd"] == "right" else "all works, MaKD without its attention term"
 
 
 def write_table(results: dict[str, dict[str, Any]]) -> None:

@@ -142,6 +142,7 @@ def check_llmdistill(name: str, arguments: Sequence[str]) -> None:
 def check(*command: str) -> None:
     """A command of a page, if a parser is to judge it; the same one on several pages only once."""
     program, *rest = command
+    shown_help = pytest.raises(SystemExit) if "--help" in rest else nullcontext()
     if program == "python" and rest[0] == "-c":
         ast.parse(rest[1])
     elif program in ("python", "deepspeed", "torchrun", "srun"):
@@ -150,10 +151,11 @@ def check(*command: str) -> None:
             flags, others = split_launcher_flags(rest[:at])
             assert not others, f"{others}: no flags of the launcher"
             assert not flags or program == "deepspeed"
-        with pytest.raises(SystemExit) if "--help" in rest else nullcontext():
+        with shown_help:
             check_script(rest[at], rest[at + 1 :])
     elif program == "llmdistill":
-        check_llmdistill(rest[0], rest[1:])
+        with shown_help:
+            check_llmdistill(rest[0], rest[1:])
 
 
 @pytest.fixture
