@@ -266,7 +266,7 @@ def compare(exact: Outputs, exported: Outputs, rows: Rows, *, what: str) -> Comp
         model_not_finite=own_broken,
         largest_difference=difference,
         relative_difference=difference / max(1.0, largest),
-        divergence=divergence / positions if has_choice else None,
+        divergence=max(0.0, divergence / positions) if has_choice else None,  # rounding may leave it below 0
         mean_difference=total / positions if has_choice else None,
         most_difference=most if has_choice else None,
         least_cosine=cosine if exact.kind == "states" and positions else None,

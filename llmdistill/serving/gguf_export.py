@@ -57,7 +57,10 @@ TYPES = (*_OF_DTYPES.values(), "q8_0")
 _BLOCK = 32
 """Weights of a row that share a scale in q8_0."""
 _PRE = {"qwen2": "qwen2", "qwen3": "qwen2"}
-"""model_type -> GGUF's name of the rule by which its byte-level tokenizer cuts text, where no regex decides."""
+"""model_type -> GGUF's name of the rule by which its byte-level tokenizer cuts text, where its steps have no name."""
+_SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3_text", 62)}
+"""model_type and layers of the Gemmas of 27 billion parameters, whose queries llama.cpp divides by the square root of
+hidden_size / heads, and not of the width of a head."""
 _FAR = -1e9
 """Score of a token that no merge makes, below every other one."""
 _WHOLE = -1000.0
@@ -150,6 +153,8 @@ def export_gguf(
                 f"{out_dir}/{FILE}: transformers and llama.cpp read it as a Llama, whose attention has no window: its "
                 f"outputs differ from the model's after the first {window:,} tokens of a text"
             )
+        for sentence in _llama_cpp_differences(config, tokenizer if settings.tokenizer_file is None else None):
+            logger.warning(f"{out_dir}/{FILE}: {sentence}")
         if comparison.changed and kind != "q8_0":
             logger.warning(f"{out_dir}/{FILE} is not equal to {model_dir}: {comparison.describe()}")
         # Texts that have other tokens by the file than by the student's tokenizer
@@ -343,7 +348,8 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, config: Any)
     # tokenizers replace them before, and find a token of spaces as an added one.
     pairs = [pair for pair in pairs if not any(" " in part for part in pair)]
     writer.add_tokenizer_model("gpt2" if is_bytes else "llama")
-    writer.add_tokenizer_pre(_name_of_cut(cutters, config.model_type) if is_bytes else "default")
+    cut = (_name_of_cut(cutters) or _PRE.get(config.model_type)) if is_bytes else None
+    writer.add_tokenizer_pre(cut or "default")
     # llama.cpp looks for the tokens that a user of sentencepiece has defined in the text as it is, with its spaces.
     own = TokenType.USER_DEFINED
     spelled = [
@@ -396,18 +402,43 @@ def _list_steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     return [step] if inner is None else [part for inner_step in inner for part in _list_steps(inner_step)]
 
 
-def _name_of_cut(steps: list[Mapping[str, Any]], model_type: str) -> str:
-    """Return GGUF's name of the rule by which a byte-level tokenizer cuts text; `default` for one without a name."""
+def _name_of_cut(steps: list[Mapping[str, Any]]) -> str | None:
+    """Return GGUF's name of the rule by which a byte-level tokenizer cuts text; None for a rule without a name."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    regex = next((step["pattern"].get("Regex") for step in steps if step["type"] == "Split"), None)
-    if regex is not None:
-        names = ("llama-bpe", "qwen2", *GGUF_PRE_TOKENIZER_SPLITS)
-        known = (name for name in names if GGUF_PRE_TOKENIZER_SPLITS.get(name) == regex)
-        return next(known, _PRE.get(model_type, "default"))
-    if any(step["type"] == "Digits" and step.get("individual_digits") for step in steps):
-        return "smollm"
-    return _PRE.get(model_type, "gpt-2")
+    *cuts, of_bytes = steps
+    if of_bytes["type"] != "ByteLevel" or of_bytes.get("add_prefix_space", True):
+        return None
+    if of_bytes.get("use_regex", True):
+        if [(step["type"], step.get("individual_digits")) for step in cuts] == [("Digits", True)]:
+            return "smollm"
+        return None if cuts else "gpt-2"
+    if [step["type"] for step in cuts] != ["Split"]:
+        return None
+    names = ("llama-bpe", "qwen2", *GGUF_PRE_TOKENIZER_SPLITS)
+    regex = cuts[0]["pattern"].get("Regex")
+    return next((name for name in names if GGUF_PRE_TOKENIZER_SPLITS.get(name) == regex), None)
+
+
+def _llama_cpp_differences(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
+    """Yield what llama.cpp, unlike transformers, makes of the file otherwise than the model; the tokenizer is the one
+    that was written, None for one that was copied."""
+    if config.model_type.startswith("gemma"):
+        width = config.head_dim
+        if (config.model_type, config.num_hidden_layers) in _SCALED_BY_WIDTH:
+            width = config.hidden_size / config.num_attention_heads
+        if config.query_pre_attn_scalar != width:
+            yield (
+                f"llama.cpp divides the queries of this Gemma by the square root of {width:g}, and the model by that "
+                f"of query_pre_attn_scalar={config.query_pre_attn_scalar:g}, so it computes other outputs"
+            )
+    if tokenizer is not None:
+        cutters = _list_steps(json.loads(cast(Any, tokenizer).backend_tokenizer.to_str()).get("pre_tokenizer"))
+        if any(step["type"] == "ByteLevel" for step in cutters) and _name_of_cut(cutters) is None:
+            yield (
+                "llama.cpp knows no rule that cuts text as this tokenizer does, so some texts may have other tokens "
+                "there: copy the tokenizer of the teacher's GGUF, if there is one, by --tokenizer_file"
+            )
 
 
 def _read_back(folder: Path, config: PreTrainedConfig) -> tuple[PreTrainedModel, list[str]]:
