@@ -301,6 +301,8 @@ def with_values(section: _Config, values: Mapping[str, Any], *, key: str) -> _Co
 
     `key` is the dotted key of the section for error messages; empty for names without a section.
     """
+    if not values:
+        return section
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(type(section), None)
     prefix = f"{key}." if key else ""

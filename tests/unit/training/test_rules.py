@@ -296,17 +296,23 @@ def can_be_typed(names: Sequence[str]) -> bool:
 
 
 @cache
-def parser() -> Any:
-    return run_parser(METHODS)
+def parsed(*words: str) -> Any:
+    """The values of all settings where a user types some; the parser reads each setting by itself."""
+    return run_parser(METHODS).parse_args(["--ds_config", "zero2", "--output_dir", "run", *words])
 
 
 def config_of(names: Sequence[str], files: Mapping[str, str]) -> RunConfig:
     """The configuration of a run that makes these choices, from the words that a user types."""
-    words = ["--ds_config", "zero2", "--output_dir", "run"]
+    typed: dict[str, list[str]] = {}
     for key, value in settings_of(names).items():
         text = value if isinstance(value, str) else json.dumps(value)
+        mapping = re.match(r"teacher\.others|data\.tests", key)
+        words = typed.setdefault(mapping[0] if mapping else key, [])
         words += [f"--{key}", re.sub("{([a-z]+)}", lambda name: files[name[1]], text)]
-    return build(parser().parse_args(words), RunConfig, METHODS)
+    values = parsed().clone()
+    for setting, words in typed.items():
+        values[setting] = parsed(*words)[setting]
+    return build(values, RunConfig, METHODS)
 
 
 def test_help_lists_what_the_table_has(capsys):
