@@ -91,6 +91,8 @@ def interrupted_in_a_terminal(arguments: list[str], is_ready: Callable[[], bool]
             assert job.poll() is None, shown.decode()
             read(0.1)
         processes += processes[0].children(recursive=True)
+        while select.select([ours], [], [], 0)[0]:
+            read(0)
         before = len(shown)
         os.write(ours, b"\x03")
         while job.poll() is None:
@@ -139,9 +141,10 @@ def test_ctrl_c_ends_a_comparison_and_its_runs(settings, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_a_scoring(tiny_teacher, tmp_path):
     folder = tmp_path / "scores"
-    more = "--data embedded:train --max_prompt_length 96 --max_length 104 --decoding greedy --batch_size 1"
-    has_begun = lambda: any(each.stat().st_size for each in folder.rglob("*.jsonl*"))  # noqa: E731
-    command = ["evaluate", "--model", str(tiny_teacher), *more.split(), "--output", str(folder)]
+    # A small set, whose answers say that it has begun, and one that takes much longer.
+    more = "--data embedded:seen embedded:train --max_prompt_length 96 --max_length 104 --decoding greedy"
+    has_begun = lambda: (folder / "seen.jsonl").is_file()  # noqa: E731
+    command = ["evaluate", "--model", str(tiny_teacher), *more.split(), "--batch_size", "1", "--output", str(folder)]
     code, lines, processes = interrupted_in_a_terminal(command, has_begun)
     assert (code, processes) == (130, 1)
     assert lines == ["^C", "error: stopped by SIGINT; the same command goes on from what is finished"]
