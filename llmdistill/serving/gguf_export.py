@@ -136,7 +136,8 @@ def export_gguf(
         _write(model, tokenizer, folder / FILE, kind, name=Path(out_dir).name, tokenizer_file=settings.tokenizer_file)
         del model
         exact = outputs_of(load_model(model_dir, dtype=torch.float32, head="saved"), rows)
-        read, differing = _read_back(folder, config)
+        with Activity(f"Reading {FILE} back"):  # transformers parses the list of tokens four times: minutes for Gemma's
+            read, differing = _read_back(folder, config)
         what = f"--to gguf: the file of {model_dir}"
         comparison = compare(exact, outputs_of(read, rows), rows, what=what)
         if differing:
@@ -158,7 +159,8 @@ def export_gguf(
         if comparison.changed and kind != "q8_0":
             logger.warning(f"{out_dir}/{FILE} is not equal to {model_dir}: {comparison.describe()}")
         # Texts that have other tokens by the file than by the student's tokenizer
-        by_file: Callable[..., Any] = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+        with Activity("Reading its tokens back"):
+            by_file: Callable[..., Any] = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
         texts = list(_SAMPLES)
         if tokenizer.chat_template is not None:
             turns = [{"role": "user", "content": text} for text in _SAMPLES[:1]]
