@@ -1,6 +1,7 @@
 """The main job under DeepSpeed: the same numbers however it is cut, killed or sharded."""
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -8,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.cpp_extension import get_default_build_root
 
 from llmdistill.training.checkpoints import checkpoints
 
-from support import interrupted_copy, largest_difference, logged, weights
+from support import ROOT, interrupted_copy, largest_difference, logged, weights
 
 
 @pytest.mark.parametrize("ds_config", ["zero2", "zero3"])  # zero1 is in test_few_bits.py
@@ -111,12 +113,21 @@ def test_two_ranks_of_zero3_resume_adapters_bit_equal(trained, launch, settings,
     assert logged(folder, "step") == [1, 2, 3, 4, 5]
 
 
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """Extensions are compiled without optimization, into a folder that no run outside of the tests reads."""
+    monkeypatch.setenv("CXX", str(ROOT / "tests" / "quick_compiler.sh"))
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root())
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", f"{folder}/of_tests")
+
+
 @pytest.mark.parametrize(("before", "stage", "after", "other_stage", "more"), [
     pytest.param(2, "zero3", 1, "zero1", (), id="fewer ranks of a lower stage"),
     pytest.param(1, "zero2", 2, "zero3", ("--train.micro_batch_size", "2"), id="more ranks of a higher stage"),
-    # DeepSpeed's Adam for the CPU is compiled first, for minutes.
+    # DeepSpeed's Adam for the CPU is compiled first, for half a minute.
     pytest.param(2, "zero3", 2, "zero2_offload", (), id="the optimizer on the CPU", marks=pytest.mark.slow),
 ])  # fmt: skip
+@pytest.mark.usefixtures("quick_compiler")
 def test_a_run_goes_on_at_another_layout(trained, launch, settings, tmp_path, before, stage, after, other_stage, more):
     folder = interrupted_copy(trained(ranks=before, ds_config=stage), tmp_path / "resumed")
     kept = {path.name: path.stat().st_mtime_ns for path in (folder / "checkpoints" / "step-4").iterdir()}
