@@ -38,27 +38,35 @@ class Settled:
 
 def settle(config: RunConfig, teacher: PreTrainedConfig) -> Settled:
     """Return a run with every default settled: as its folder has recorded it, or else by its models and data."""
-    student, record = config.student, None
     if config.output_dir is not None:
         # What is wrong with a damaged record is said where the run claims its folder.
         run, _ = find_record(Path(config.output_dir) / RUN_FILE, {"config": dict})
-        record = None if run is None else run["config"]
-    factorize, notes = student.factorize, list[str]()
-    if not student.weighs_by_default:
-        factorize = _fill(factorize, {})
-    elif record is not None:
-        factorize = _fill(factorize, record.get("student", {}).get("factorize", {}))
-    else:
-        factorize, why = choose_start(factorize, teacher, config.data.max_length)
+        config = config if run is None else settle_as_recorded(config, run["config"])
+    student, data, notes = config.student, config.data, list[str]()
+    if student.weighs_by_default:
+        factorize, why = choose_start(student.factorize, teacher, data.max_length)
         notes = [_describe(factorize, why)]
-    data = config.data
-    held_out, has_rows = data.held_out, data.kind == "instructions" and not data.streaming
-    if held_out is None and record is not None and has_rows:
-        held_out = record.get("data", {}).get("held_out", 0)
-    elif held_out is None:
-        held_out = HELD_OUT if has_rows and data.valid is None and METHODS[config.method].trains else 0
-    data = replace(data, held_out=held_out)
+    else:
+        factorize = _fill(student.factorize, {})
+    if data.held_out is None:
+        held_out = HELD_OUT if _has_rows(config) and data.valid is None and METHODS[config.method].trains else 0
+        data = replace(data, held_out=held_out)
     return Settled(replace(config, student=replace(student, factorize=factorize), data=data), notes)
+
+
+def settle_as_recorded(config: RunConfig, record: Mapping[str, Any]) -> RunConfig:
+    """Return a run with the choices that its folder has recorded for the start of its student and the held-out rows."""
+    student, data = config.student, config.data
+    if student.weighs_by_default:
+        student = replace(student, factorize=_fill(student.factorize, record.get("student", {}).get("factorize", {})))
+    if data.held_out is None and _has_rows(config):
+        data = replace(data, held_out=record.get("data", {}).get("held_out", 0))
+    return replace(config, student=student, data=data)
+
+
+def _has_rows(config: RunConfig) -> bool:
+    """Whether rows of the training set can be held out."""
+    return config.data.kind == "instructions" and not config.data.streaming
 
 
 def usual_examples(max_length: int) -> int:

@@ -25,7 +25,7 @@ from llmdistill.tasks import task_folder
 from llmdistill.teachers.cache.folder import cache_fingerprint
 from llmdistill.training.callbacks.best import read_best
 from llmdistill.training.checkpoints import checkpoints
-from llmdistill.training.defaults import RUN_FILE
+from llmdistill.training.defaults import RUN_FILE, settle_as_recorded
 
 METRICS_FILE = "metrics.json"
 """This file is written last: a folder that contains it is finished."""
@@ -234,6 +234,7 @@ def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     record = _read(folder)
     if metrics is None or record is None:
         return None
+    config = settle_as_recorded(config, record["config"])  # a trial's settings may leave a choice to its run
     new = run_record(config, record.get("world_size", 1))
     _compare(folder, record, new, may_go_on=False)
     old, wanted = metrics["asked"], as_json(scoring_settings(config))

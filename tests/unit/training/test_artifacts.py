@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from hostile import refuses
+from transformers import LlamaConfig
 
+from llmdistill.config import FactorizeConfig, StudentConfig
 from llmdistill.config.command_line import parse_run, to_dict
 from llmdistill.errors import UserError
 from llmdistill.files import temporary_folder
 from llmdistill.methods import METHODS
 from llmdistill.runtime.distributed import World
+from llmdistill.training.defaults import settle
 from llmdistill.training.plan import make_plan
 from llmdistill.training.run_folder import (
     claim_folder,
@@ -166,3 +169,14 @@ def test_a_run_of_a_version_with_other_defaults_goes_on_with_them(parse, tmp_pat
     claim(as_before)
     assert make_plan(parse("--student.factorize.rank_multiple", "8")).config.student.factorize.rank_multiple == 8
     assert make_plan(parse(folder="other")).config.student.factorize.rank_multiple == "auto"
+
+
+def test_metrics_are_found_of_a_run_that_chose_its_start_and_its_held_out_rows_itself(parse):
+    given = parse("--data.tests", "{}")
+    factorize = FactorizeConfig(target_params="60%")
+    trial = replace(given, student=StudentConfig(factorize=factorize), data=replace(given.data, valid=None))
+    run = settle(trial, LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64)).config
+    assert (run.student.factorize.form, run.data.held_out) == ("pivoted", 0.02)
+    claim(run)
+    metrics = finish(run)
+    assert finished_metrics(trial) == metrics
