@@ -263,7 +263,7 @@ def test_flags_that_pages_name_exist():
     assert [(page, flag) for page, flag in unknown if flag != "--student.forms.NAME.SETTING"] == []
 
 
-NO_COMMAND = ("architecture.md", "index.md", "results-pretrained.md", "security.md")
+NO_COMMAND = ("architecture.md", "index.md", "security.md")
 """Pages that begin with a sentence: no single command answers them."""
 
 
