@@ -180,6 +180,24 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def append_json(path: Path, value: Any) -> None:
+    """Append a plain JSON value as a line of its own. Raises UserError if it cannot be written."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            # One line at a time: whoever reads it sees whole lines, except for an interrupted last one.
+            file.write(json.dumps(value, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def cut_half_line(path: Path) -> None:
+    """Remove half a line that an interrupted `append_json` has left at the end of a file."""
+    content = path.read_bytes()
+    end_of_lines = content.rfind(b"\n") + 1
+    if end_of_lines < len(content):
+        os.truncate(path, end_of_lines)
+
+
 def sync(path: Path) -> None:
     """Wait until a file and its name in the folder are on the disk, so that a power failure cannot lose them."""
     for entry in (path, path.parent):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmdistill.artifacts import differences, find_record
-from llmdistill.files import write_error, write_json
+from llmdistill.files import append_json, cut_half_line, write_json
 from llmdistill.runtime.distributed import World, on_main
 
 
@@ -49,11 +49,8 @@ class KeptAnswers:
         answers: dict[tuple[int, int], list[int]] = {}
         seconds = 0.0
         for path in self._folder.glob("rank-*.jsonl"):
-            content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            if len(whole) < len(content):  # an interrupted write left half a line
-                path.write_bytes(whole)
-            for line in whole.splitlines():
+            cut_half_line(path)
+            for line in path.read_bytes().splitlines():
                 with suppress(ValueError, KeyError, TypeError):  # a damaged line: that prompt is answered again
                     row = json.loads(line)
                     if row["seed"] in seeds:
@@ -63,13 +60,8 @@ class KeptAnswers:
 
     def add(self, seed: int, index: int, ids: list[int], seconds: float) -> None:
         """Keep an answer of this rank. Raises UserError if it cannot be written."""
-        path = self._folder / f"rank-{World.current().rank}.jsonl"
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                row = {"seed": seed, "index": index, "ids": ids, "seconds": seconds}
-                file.write(json.dumps(row, separators=(",", ":")) + "\n")
-        except OSError as error:
-            raise write_error(path, error) from error
+        row = {"seed": seed, "index": index, "ids": ids, "seconds": seconds}
+        append_json(self._folder / f"rank-{World.current().rank}.jsonl", row)
 
     def remove(self) -> None:
         """Remove the answers: the scores are written."""

@@ -9,7 +9,6 @@ keeps it: outputs whose requests differ in their length alone then share what is
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from llmdistill.artifacts import Difference, compare_records, read_record
 from llmdistill.embedded import locate, locate_data
 from llmdistill.errors import UserError
-from llmdistill.files import write_error, write_json
+from llmdistill.files import append_json, cut_half_line, write_json
 from llmdistill.fingerprints import file_sha256, fingerprint
 from llmdistill.models.companions import download
 
@@ -128,22 +127,13 @@ def claim_output(
         write_json(parts / "request.json", begun)
     provenance_file(output).unlink(missing_ok=True)  # the record of a file that no longer exists
     for file in parts.glob("rank-*.jsonl"):
-        content = file.read_bytes()
-        end_of_lines = content.rfind(b"\n") + 1
-        if end_of_lines < len(content):  # an interrupted write left half a line; its batch is generated again
-            os.truncate(file, end_of_lines)
+        cut_half_line(file)  # its batch is generated again
     return False
 
 
 def append_batch(parts: Path, rank: int, number: int, answers: Answers) -> None:
     """Append a finished batch to the file of this rank. Raises UserError if it cannot be written."""
-    path = parts / f"rank-{rank}.jsonl"
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            # One line at a time: whoever reads it sees whole batches, except for an interrupted last one.
-            file.write(json.dumps({"batch": number, "rows": answers}, separators=(",", ":")) + "\n")
-    except OSError as error:
-        raise write_error(path, error) from error
+    append_json(parts / f"rank-{rank}.jsonl", {"batch": number, "rows": answers})
 
 
 def read_batches(parts: Path) -> dict[int, Answers]:

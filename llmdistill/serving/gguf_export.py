@@ -423,8 +423,10 @@ def _name_of_cut(steps: list[Mapping[str, Any]]) -> str | None:
 
 
 def _llama_cpp_differences(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
-    """Yield what llama.cpp, unlike transformers, makes of the file otherwise than the model; the tokenizer is the one
-    that was written, None for one that was copied."""
+    """Yield where llama.cpp will differ from the model, although transformers does not.
+
+    `tokenizer` is the one that was written; None if the file has a copied one.
+    """
     if config.model_type.startswith("gemma"):
         width = config.head_dim
         if (config.model_type, config.num_hidden_layers) in _SCALED_BY_WIDTH:
