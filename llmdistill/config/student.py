@@ -188,7 +188,8 @@ class QuantizeConfig:
     packed."""
     embeddings: Literal["int8", "exact"] = "int8"
     """int8: the token embedding and the LM head, which learn as floats, are saved in int8 with one scale per row, even
-    beside int4. exact: they keep their format, and take most of a small model's file."""
+    beside int4; of a factorized embedding, the factor with a row for each token. exact: they keep their format, and
+    take most of a small model's file."""
 
     def __post_init__(self) -> None:
         if self.weights == "none" and (self.group_size is not None or self.packed or self.embeddings == "exact"):

@@ -37,14 +37,16 @@ from llmdistill.models.student_form import SavedSize, StudentForm, is_size
 def rounded_embeddings(model: PreTrainedModel) -> list[str]:
     """Return the names of the token embedding and the LM head that get few bits.
 
-    Factors are no such, nor is a head that is tied to one of them.
+    Of a factorized embedding, and of a head that is tied to it, this is the factor with a row for each token.
     """
+    # The rows are in A of a factorized embedding, and in B of its tied head, which runs the factors in the other order.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    table, last = getattr(embedding, "A", embedding), getattr(head, "B", head)
     names = {module: name for name, module in model.named_modules()}
-    chosen: list[nn.Module] = [embedding] if isinstance(embedding, nn.Embedding) else []
-    table = None if embedding is None else own_tensors(embedding)[0].get("weight")
-    if type(head) is nn.Linear and (chosen or head.weight is not table):
-        chosen.append(head)
+    chosen: list[nn.Module] = [table] if isinstance(table, nn.Embedding) else []
+    rows = None if table is None else own_tensors(table)[0].get("weight")
+    if type(last) is nn.Linear and (chosen or last.weight is not rows):
+        chosen.append(last)
     return [names[module] for module in chosen]
 
 
@@ -119,6 +121,7 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     if settings.embeddings == "int8":
         from torchao.quantization import quantize_
 
+        _balance(model.get_input_embeddings())
         by_weight: dict[int, list[nn.Module]] = {}
         for name in rounded_embeddings(model):
             module: Any = model.get_submodule(name)
@@ -141,6 +144,22 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
     # From which save_pretrained gets the tensors
     is_plain = type(quantizer) is TorchAoHfQuantizer
     cast(Any, model).hf_quantizer = _WithoutTied(quantizer.quantization_config) if is_plain else quantizer
+
+
+def _balance(embedding: Any) -> None:
+    """Scale the columns of A and the rows of B of a low-rank embedding alike, in place.
+
+    An SVD leaves the singular values in A. Every row is then largest in the same few columns, and one scale for the row
+    is too coarse for the others. Powers of two leave each product as it is, to the last bit.
+    """
+    if not hasattr(embedding, "A") or embedding.B.weight.dim() != 2:
+        return
+    columns, rows = embedding.A.weight, embedding.B.weight
+    # The clamp is for columns of zeros.
+    sizes = [weight.float().pow(2).mean(dim).clamp(min=1e-12) for weight, dim in ((columns, 0), (rows, 1))]
+    scale = torch.exp2(((sizes[0] / sizes[1]).log2() / 4).round()).to(columns.dtype)  # the sizes are squares
+    columns.div_(scale)
+    rows.mul_(scale[:, None])
 
 
 def _is_torchao(weight: Any) -> bool:

@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from llmdistill.internals.torch_names import tree_iter
+from llmdistill.models.rounding import dequantized
 
 _WHOLE = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights that are not of few bits."""
+"""Dtypes of weights that are not of few bits, and of torchao's, which name the dtype that they were rounded from."""
 
 
 def first_not_finite_parameter(model: nn.Module) -> str | None:
     """Return the name of the first parameter with a value that is not finite, under ZeRO-3 in this rank's shard."""
     shards = ((name, getattr(weight, "ds_tensor", weight)) for name, weight in model.named_parameters())
     plain = ((name, shard) for name, shard in shards if shard.dtype in _WHOLE and not shard.is_meta)
-    return next((name for name, shard in plain if not shard.isfinite().all()), None)
+    return next((name for name, shard in plain if not dequantized(shard).isfinite().all()), None)
 
 
 def first_not_finite(models: Mapping[str, nn.Module], run: Callable[[], None]) -> str:

@@ -19,6 +19,7 @@ from llmdistill.errors import UserError
 from llmdistill.models.companions import copy_generation_settings, save_model
 from llmdistill.models.configs import load_config
 from llmdistill.models.families import base_name, shape_of
+from llmdistill.models.forms import remove_forms
 from llmdistill.models.heads import HeadName
 from llmdistill.models.load import build_random, load_model
 from llmdistill.progress import progress
@@ -248,7 +249,8 @@ def make_student(
         embedding = plan_embedding(student, settings.factorize, settings.method)  # checked before the teacher is read
         if parts is not None:
             teacher = load_model(teacher_path, dtype=torch.float32, head=head)
-            # A shape takes rows and columns of whole matrices.
+            # A shape takes rows and columns of whole matrices, in floats.
+            remove_forms(teacher)
             if is_factorized(teacher):
                 merge(teacher)
             initialize(student, teacher, parts)

@@ -185,7 +185,7 @@ class KroneckerHead(FactorizedLinear):
         self.B = nn.Linear(in_features // columns, out_features, bias=bias)
 
     def dense(self) -> Tensor:
-        return spread(self.B.weight, self.A.weight)
+        return spread(dequantized(self.B.weight), self.A.weight)
 
 
 class FactorizedEmbedding(nn.Module):
@@ -210,7 +210,7 @@ class FactorizedEmbedding(nn.Module):
 
     def dense(self) -> Tensor:
         """Return the whole table, (V, d)."""
-        return self.B(self.A.weight)
+        return self.B(dequantized(self.A.weight))
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

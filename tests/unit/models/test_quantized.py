@@ -23,12 +23,13 @@ from llmdistill.models.quantized import (
     fake_quantize,
     pack_int4,
     quantize,
-    rounded_embeddings,
     unpack_int4,
 )
 from llmdistill.models.rounding import quantized_linears
 from llmdistill.models.student_form import SavedSize
 from llmdistill.runtime.engine import Template, save_student
+from llmdistill.step.not_finite import first_not_finite_parameter
+from llmdistill.students.convert import make_student
 from llmdistill.students.counting import count_parameters
 from llmdistill.tasks.reference_loss import label_loss
 
@@ -40,14 +41,37 @@ EXACT = {"embeddings": "exact"}
 BITS = {"int8": replace(INT8, **EXACT), "int4": replace(INT4, **EXACT), "int4 packed": replace(PACKED, **EXACT)}
 """With the embeddings that learned, which is what the linears are compared by."""
 FACTORS = {"dense": None, "svd": {"rank": 5}, "pivoted": {"rank": 5, "form": "pivoted"}}
+WITH_EMBEDDING = {
+    "embedding": {"rank": 5, "embedding_rank": 8},
+    "pivoted embedding": {"rank": 5, "embedding_rank": 8, "form": "pivoted"},
+    "kronecker embedding": {"shapes": {"*.0.*": "8x4", "*": "dense"}, "embedding_columns": 4},
+}
 UP = "model.layers.0.mlp.up_proj"
 
 
-def model_of(kind="llama", factors="dense"):
-    auto = AutoModelForCausalLM if kind == "llama" else AutoModelForMaskedLM
-    settings, config = FACTORS[factors], tiny_config(kind, tie_word_embeddings=True)
-    model = tiny_model(kind, tie_word_embeddings=True) if settings is None else random_student(auto, config, settings)
+def model_of(kind="llama", factors="dense", *, tied=True):
+    auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    settings = {**FACTORS, **WITH_EMBEDDING}[factors]
+    config = tiny_config(kind, tie_word_embeddings=tied)
+    model = tiny_model(kind, tie_word_embeddings=tied) if settings is None else random_student(auto, config, settings)
     return model.eval()
+
+
+def tables(model):
+    """The matrices with a row for each token, of the embedding and of the LM head; of a factorized one A."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return getattr(embedding, "A", embedding).weight, getattr(head, "B", head).weight
+
+
+def column_scales(before, after):
+    """The powers of two by which `quantize` divides the columns of a low-rank A, and multiplies the rows of B."""
+    embedding = before.get_input_embeddings()
+    if not hasattr(embedding, "A") or embedding.B.weight.dim() == 1:
+        return torch.ones(())
+    scales = after.get_input_embeddings().B.weight / embedding.B.weight
+    assert torch.equal(scales, scales[:, :1].expand_as(scales))
+    assert torch.equal(scales.log2(), scales.log2().round())
+    return scales[:, 0]
 
 
 def rounded(weight, bits, group):
@@ -109,30 +133,33 @@ def test_the_linears_of_the_layers_round_and_nothing_else(factors):
     ("llama", "dense", True, INT8), ("llama", "dense", False, INT4), ("llama", "dense", True, PACKED),
     ("gemma2", "dense", True, INT8), ("gemma3_text", "dense", True, INT8), ("gemma3_text", "dense", True, INT4),
     ("gemma3_text", "svd", True, INT4), ("llama", "svd", True, INT4), ("bert", "dense", True, INT8),
+    *((kind, "embedding", True, settings) for kind in ("llama", "gemma3_text", "bert") for settings in (INT8, INT4)),
+    ("llama", "embedding", False, INT8), ("llama", "pivoted embedding", True, INT4),
+    ("llama", "kronecker embedding", True, INT4), ("bert", "kronecker embedding", True, INT8),
 ])  # fmt: skip
 def test_the_embedding_and_the_head_are_rounded_to_int8_and_stay_tied(tmp_path, kind, factors, tied, settings):
-    config = tiny_config(kind, tie_word_embeddings=tied)
     auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
-    model = (
-        tiny_model(kind, tie_word_embeddings=tied) if factors == "dense" else random_student(auto, config, {"rank": 5})
-    )
+    model = model_of(kind, factors, tied=tied)
     source = copy.deepcopy(model)
-    expected = rounded(source.get_input_embeddings().weight, 8, config.hidden_size)[0].nan_to_num(0)  # padding is 0
+    rows, _ = tables(source)
     size = saved_size(count_parameters(model), torch.float32, StudentConfig(quantize=settings), lambda: source)
     quantize(model, settings)
-    table = model.get_input_embeddings().weight
+    table, head = tables(model)
+    rows = rows / column_scales(source, model)
+    expected = rounded(rows, 8, rows.shape[1])[0].nan_to_num(0)  # padding is 0
     # Of a half the last bit decides, and torchao clips the largest.
-    step = 2 * source.get_input_embeddings().weight.abs().amax(1, keepdim=True) / 255
+    step = 2 * rows.abs().amax(1, keepdim=True) / 255
     assert ((table.dequantize() - expected).abs() <= 1.01 * step).all()
-    assert (table is model.get_output_embeddings().weight) == tied
+    assert (table is head) == tied
     model.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
     assert size.bytes == sum(each.nbytes for each in files.values() if each.dtype != torch.int64)
-    is_scaled = kind == "gemma3_text"
-    if settings is not PACKED and factors == "dense" and not is_scaled:
-        stock = auto.from_pretrained(tmp_path)
-        assert torch.equal(outputs(stock), outputs(model))
-        assert (stock.get_input_embeddings().weight is stock.get_output_embeddings().weight) == tied
+    loaded = auto.from_pretrained(tmp_path)
+    assert torch.equal(outputs(loaded), outputs(model))
+    table, head = tables(loaded)
+    assert (table is head) == tied
+    prompt = {"max_new_tokens": 8, "do_sample": False, "inputs": torch.tensor([[5, 6, 7]])}
+    assert kind == "bert" or torch.equal(loaded.generate(**prompt), model.generate(**prompt))
     loaded = load_model(tmp_path, dtype="auto", head="saved")
     assert torch.equal(outputs(loaded), outputs(model))
     loaded.save_pretrained(tmp_path / "again")
@@ -140,7 +167,7 @@ def test_the_embedding_and_the_head_are_rounded_to_int8_and_stay_tied(tmp_path, 
     assert again.keys() == files.keys()
     assert all(torch.equal(again[name], value) for name, value in files.items())
     half = load_model(tmp_path, dtype=torch.bfloat16, head="saved")
-    assert half.dtype == half.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert half.dtype == tables(half)[0].dtype == outputs(half).dtype == torch.bfloat16
     batch = Batch(*(torch.arange(3, 12)[None] for _ in range(3)))
     with label_loss(loaded, shift=kind != "bert") as loss_of:
         loss, count = loss_of(replace(batch, attention_mask=torch.ones(1, 9, dtype=torch.int64)))
@@ -151,16 +178,69 @@ def test_the_embedding_and_the_head_are_rounded_to_int8_and_stay_tied(tmp_path, 
     assert count == len(pairs[1])
     assert loss == pytest.approx(float(wanted), rel=1e-5)
     dequantize(loaded)
-    assert (loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight) == tied
+    table, head = tables(loaded)
+    assert (table is head) == tied
+    assert type(table) is nn.Parameter
     assert torch.allclose(outputs(loaded), outputs(model), atol=1e-5, rtol=0)
 
 
-def test_a_factorized_embedding_stays_exact(tmp_path):
-    model = random_student(AutoModelForCausalLM, tiny_config("llama"), {"rank": 5, "embedding_rank": 8})
-    assert rounded_embeddings(model) == ["lm_head"]
+@pytest.mark.parametrize(("kind", "factors", "tied"), [
+    ("llama", "embedding", True), ("llama", "embedding", False), ("gemma3_text", "embedding", True),
+    ("bert", "embedding", True), ("llama", "kronecker embedding", True),
+])  # fmt: skip
+def test_a_factorized_embedding_computes_with_rows_that_are_rounded_by_hand(kind, factors, tied):
+    model = model_of(kind, factors, tied=tied)
+    probe = copy.deepcopy(model)
+    quantize(probe, INT4)
+    scales = column_scales(model, probe)
+    embedding = model.get_input_embeddings()
+    matrices = {id(matrix): matrix for matrix in tables(model)}
+    divisors = {each: scales if matrix is embedding.A.weight else 1 for each, matrix in matrices.items()}
+    with torch.no_grad():
+        for each, matrix in matrices.items():  # with a positive number as the largest, 127 however it is rounded
+            divided = matrix / divisors[each]
+            matrix.mul_(divided.gather(1, divided.abs().argmax(1, keepdim=True)).sign())
+    found, by_hand, kept = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
+    quantize(found, INT4)
+    for each in (by_hand, kept):
+        quantize(each, BITS["int4"])
+    with torch.no_grad():
+        copies = {id(matrix): matrix for matrix in tables(by_hand)}.values()
+        for matrix, divisor in zip(copies, divisors.values(), strict=True):
+            matrix.copy_(rounded(matrix / divisor, 8, matrix.shape[1])[0].nan_to_num(0) * divisor)
+    assert torch.allclose(outputs(found), outputs(by_hand), atol=1e-5, rtol=0)
+    assert (outputs(kept) - outputs(by_hand)).abs().max() > 1e-3
+    assert torch.allclose(found.get_input_embeddings().dense(), by_hand.get_input_embeddings().dense(), atol=1e-6)
+    head = found.get_output_embeddings()
+    of_head = head.weight if tied else head.weight.dequantize()
+    assert torch.allclose(of_head, by_hand.get_output_embeddings().weight, atol=1e-6)
+    assert all(torch.equal(*pair) for pair in zip(tables(kept), tables(model), strict=True))
+
+
+def test_singular_values_in_one_factor_do_not_make_the_rounding_coarser():
+    model = model_of(factors="embedding")
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        embedding.A.weight.copy_(torch.randn(embedding.A.weight.shape) * 4.0 ** -torch.arange(8))
+        embedding.A.weight[:, 7] = 0
+    exact, small = embedding.dense(), copy.deepcopy(model)
+    quantize(small, INT8)
+    coarse = rounded(embedding.A.weight, 8, 8)[0].float() @ embedding.B.weight
+
+    def error(table):
+        return ((table - exact) @ embedding.B.weight[4]).norm()  # in the direction of a small singular value
+
+    assert error(small.get_input_embeddings().dense()) < 0.1 * error(coarse)
+    divided = embedding.A.weight / column_scales(model, small)
+    assert torch.equal(divided @ small.get_input_embeddings().B.weight, exact), "powers of two round nothing"
+
+
+def test_weights_of_few_bits_that_are_not_finite_are_found():
+    model = model_of(factors="embedding")
     quantize(model, INT8)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(outputs(load_model(tmp_path, dtype="auto", head="saved")), outputs(model))
+    assert first_not_finite_parameter(model) is None
+    model.get_input_embeddings().A.weight.scale[5] = torch.nan
+    assert first_not_finite_parameter(model) == "model.embed_tokens.A.weight"
 
 
 def test_a_scaled_embedding_that_stays_exact_needs_no_llmdistill(tmp_path):
@@ -236,7 +316,7 @@ def test_two_int4_weights_are_in_a_byte_of_the_file(tmp_path):
             assert torch.allclose(outputs(stock), outputs(model), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("factors", ["dense", "svd"])
+@pytest.mark.parametrize("factors", ["dense", "svd", "embedding"])
 def test_exports_round_any_model_and_make_floats_again(tmp_path, factors):
     model = model_of(factors=factors)
     model.save_pretrained(tmp_path / "student")
@@ -258,6 +338,18 @@ def test_exports_round_any_model_and_make_floats_again(tmp_path, factors):
     assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
     assert type(dense.get_submodule(UP)) is nn.Linear
     assert torch.allclose(outputs(dense), outputs(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("factors", ["dense", "embedding"])
+def test_a_shape_takes_the_numbers_of_a_rounded_teacher(tmp_path, factors):
+    teacher = model_of(factors=factors)
+    quantize(teacher, INT8)
+    teacher.save_pretrained(tmp_path / "teacher")
+    settings = StudentConfig(shape="2x16x4", init="layers")  # all layers
+    make_student(tmp_path / "teacher", tmp_path / "student", settings, seed=0, head="lm_head")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert "quantization_config" not in json.loads((tmp_path / "student" / "config.json").read_text())
+    assert torch.allclose(outputs(student), outputs(teacher), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("factors", ["svd", "pivoted"])

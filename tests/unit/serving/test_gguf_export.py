@@ -120,6 +120,15 @@ def test_a_factorized_student_is_multiplied_out_and_rounded(tmp_path, weights):
     assert made["params"] == read(tmp_path / "out").num_parameters()
 
 
+def test_a_student_of_few_bits_becomes_floats(tmp_path):
+    student = random_student(AutoModelForCausalLM, tiny_config("llama", **SIZES), {"rank": 5, "embedding_rank": 8})
+    llmdistill.export(saved(tmp_path / "student", student), tmp_path / "small", to="int8")
+    made = llmdistill.export(tmp_path / "small", tmp_path / "out", to="gguf")
+    assert made["comparison"]["changed"] == 0
+    small = load_model(tmp_path / "small", dtype=torch.float32, head="saved")
+    torch.testing.assert_close(logits(read(tmp_path / "out")), logits(small), rtol=0, atol=1e-5)
+
+
 NEEDS_SYSTEM = (
     "{% if messages[0].role != 'system' %}{{ raise_exception('A system turn is needed') }}{% endif %}" + TEMPLATE
 )
