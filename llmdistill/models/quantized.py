@@ -147,7 +147,7 @@ def quantize(model: PreTrainedModel, settings: QuantizeConfig) -> None:
 
 
 def _balance(embedding: Any) -> None:
-    """Scale the columns of A and the rows of B of a low-rank embedding alike, in place.
+    """Divide the columns of A of a low-rank embedding, and multiply the rows of B, by the same powers of two, in place.
 
     An SVD leaves the singular values in A. Every row is then largest in the same few columns, and one scale for the row
     is too coarse for the others. Powers of two leave each product as it is, to the last bit.
