@@ -110,14 +110,53 @@ class StandInLinear(torch.nn.Module):
 
 
 class StandInDense(Base):
-    """As vLLM's UnquantizedLinearMethod."""
+    """As vLLM's UnquantizedLinearMethod and UnquantizedEmbeddingMethod."""
+
+
+class StandInEmbedding(torch.nn.Module):
+    """As vLLM's VocabParallelEmbedding: the rows of each rank are padded, and what it lacks is 0 in its outputs."""
+
+    def __init__(self, words: int, width: int, dtype=None, quant_config=None, prefix: str = "", *, rank=0, ranks=1):
+        super().__init__()
+        self.tp_rank, self.tp_size, self.org_vocab_size = rank, ranks, words
+        self.rows = -(-words // 64) * 64 // ranks
+        method = None if quant_config is None else quant_config.get_quant_method(self, prefix)
+        self.quant_method = StandInDense() if method is None else method
+        if isinstance(self.quant_method, StandInDense):
+            self.weight = torch.nn.Parameter(torch.zeros(self.rows, width))
+        else:
+            self.quant_method.create_weights(
+                self, width, [self.rows], width, self.rows * ranks, params_dtype=dtype, weight_loader=self.weight_loader
+            )
+
+    def weight_loader(self, param: Any, loaded: Tensor) -> None:
+        if not hasattr(param, "output_dim"):
+            param.data.copy_(loaded)
+            return
+        own = loaded[self.rows * self.tp_rank :][: self.rows]
+        param.data[: len(own)].copy_(own)
+        param.data[len(own) :].fill_(0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        own = ids - self.rows * self.tp_rank
+        other = (own < 0) | (own >= self.rows)
+        return self.quant_method.embedding(self, own.masked_fill(other, 0)).masked_fill(other[..., None], 0.0)
+
+
+class StandInHead(StandInEmbedding):
+    """As vLLM's ParallelLMHead."""
+
+    def tie_weights(self, embed_tokens: StandInEmbedding) -> torch.nn.Module:
+        return self.quant_method.tie_weights(self, embed_tokens)
 
 
 def install_layers(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
     """Install the base classes of layers as vLLM 0.32 and 0.33 name them; returns what is registered with them."""
+    monkeypatch.setattr(StandInEmbedding, "__init__", StandInEmbedding.__init__)  # undone after the plugin's change
     registered: dict[str, type] = {}
     names = {
         "": {},
+        ".config": {"get_current_vllm_config_or_none": lambda: None},
         ".model_executor": {},
         ".model_executor.layers": {},
         ".model_executor.layers.linear": {
@@ -128,7 +167,15 @@ def install_layers(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
         ".model_executor.layers.quantization": {
             "register_quantization_config": lambda name: lambda each: registered.setdefault(name, each)
         },
-        ".model_executor.layers.quantization.base_config": {"QuantizationConfig": Base},
+        ".model_executor.layers.quantization.base_config": {
+            "QuantizationConfig": Base,
+            "QuantizeMethodBase": Base,
+        },
+        ".model_executor.layers.vocab_parallel_embedding": {
+            "ParallelLMHead": StandInHead,
+            "UnquantizedEmbeddingMethod": StandInDense,
+            "VocabParallelEmbedding": StandInEmbedding,
+        },
     }
     for name, values in names.items():
         module = ModuleType(f"vllm{name}")

@@ -7,25 +7,36 @@ vLLM runs linears with a common input (query, key and value; gate and up) as one
 student's weights in such a layer, factorized or dense. The layer has one flat parameter for each name that its parts
 have there (A.weight, B.weight), in which every part has a place of its own and reads its values. So vLLM can load new
 weights into a served student as it does for a dense model (`reload_weights`).
+
+A factorized token embedding has its two factors under their own names, and a head tied to it has the same modules.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 from llmdistill.errors import UserError
 from llmdistill.models.forms import form_of
 from llmdistill.students.hub import NAME, FactorizedConfig
 from llmdistill.students.kinds import KINDS, Size
-from llmdistill.students.modules import LowRankLinear
+from llmdistill.students.modules import LowRankEmbedding, LowRankLinear
 
 PARTS = "llmdistill_parts"
 """The attribute of a vLLM layer that holds its parts."""
@@ -84,20 +95,86 @@ class FactorizedLinearMethod(LinearMethodBase):
         return y if bias is None else y + bias
 
 
+class FactorizedEmbeddingMethod(QuantizeMethodBase):
+    """Looks up the token embedding A B, and computes the logits h Bᵀ Aᵀ of a head that is tied to it.
+
+    Ranks of tensor parallelism split the rows of A (V, k) as vLLM splits a dense table, and each has B (k, d) whole.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Register A.weight and B.weight; A has zeros after this rank's rows of the vocabulary, as vLLM's tables do."""
+        whole = {"A": (layer.org_vocab_size, self.rank), "B": (self.rank, input_size)}
+        for name, rows in (("A", sum(output_partition_sizes)), ("B", self.rank)):
+            # Values that no weights have, so that `process_weights_after_loading` finds a tensor that was not loaded.
+            empty = torch.full((rows, whole[name][1]), torch.nan, dtype=params_dtype)
+            weight: Any = nn.Parameter(empty, requires_grad=False)
+            if name == "A":
+                weight.output_dim = 0
+            weight.weight_loader = _make_table_loader(layer, f"{name}.weight", whole[name])
+            layer.add_module(name, nn.Module())
+            layer.get_submodule(name).register_parameter("weight", weight)
+        layer.register_parameter("weight", None)  # by this name vLLM's Cohere knows that nothing wraps the layer
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        for name in ("A.weight", "B.weight"):
+            if layer.get_parameter(name).isnan().any():
+                raise UserError(
+                    f"the student's weights lack {name} of the token embedding, or it is not finite; copy the student "
+                    "again"
+                )
+
+    def embedding(self, layer: Any, input_ids: Tensor) -> Tensor:
+        """(...) -> (..., d)."""
+        return F.embedding(input_ids, layer.A.weight) @ layer.B.weight
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(..., d) -> (..., V)."""
+        return F.linear(F.linear(x, layer.B.weight), layer.A.weight, bias)
+
+
+class HeadMethod(UnquantizedEmbeddingMethod):
+    """The method of a student's head, which is dense unless it is tied to the factorized token embedding."""
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """Give a head the factors of the embedding instead of its own table."""
+        del layer.weight
+        layer.A, layer.B = embed_tokens.A, embed_tokens.B
+        layer.quant_method = embed_tokens.quant_method
+        return layer
+
+
 class FactorizedStudent(QuantizationConfig):
     """The factorization of a student, in the form of vLLM's quantization configs."""
 
     def __init__(self, factorization: FactorizedConfig) -> None:
         super().__init__()
         self.factorization = factorization
+        kind = KINDS[factorization.method]
+        self.embedding: int | None = getattr(factorization, kind.embedding_key)
+        """The rank of the token embedding, if it is factorized."""
+        self.vocabulary = 0
+        """The rows of the token embedding; a model can have other tables, of positions."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FactorizedStudent:
         """Read `quantization_config` of config.json. Raises UserError for factors without a place in vLLM's layers."""
         factorization = FactorizedConfig(**config)
-        key = KINDS[factorization.method].embedding_key
+        kind = KINDS[factorization.method]
+        key = kind.embedding_key
         experts = next((name for name in factorization.modules if ".experts" in name), None)
-        if getattr(factorization, key) is not None:
+        if getattr(factorization, key) is not None and kind.embedding is not LowRankEmbedding:
             what = f"its token embedding is factorized ({key} {getattr(factorization, key)})"
         elif experts is not None:
             what = f"it has factorized experts ({experts})"
@@ -106,12 +183,21 @@ class FactorizedStudent(QuantizationConfig):
         else:
             return cls(factorization)
         raise UserError(
-            f"vLLM cannot serve this student of llmdistill: {what}, and only linears of floats are; "
-            "make the student without that, or write a dense model by llmdistill export --to dense"
+            f"vLLM cannot serve this student of llmdistill: {what}, and only linears and low-rank token "
+            "embeddings of floats are; make the student without that, or write a dense model by llmdistill export "
+            "--to dense"
         )
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
-        """Return the method of a layer; embeddings, experts and attention keep vLLM's own."""
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Learn the size of the vocabulary from the student's config."""
+        self.vocabulary = hf_config.get_text_config().vocab_size
+
+    def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
+        """Return the method of a layer; other embeddings, experts and attention keep vLLM's own."""
+        if isinstance(layer, VocabParallelEmbedding) and self.embedding is not None:
+            if isinstance(layer, ParallelLMHead):
+                return HeadMethod()
+            return FactorizedEmbeddingMethod(self.embedding) if layer.org_vocab_size == self.vocabulary else None
         if not isinstance(layer, LinearBase):
             return None
         sizes = sizes_of(self.factorization, prefix, self.packed_modules_mapping)
@@ -137,6 +223,21 @@ class FactorizedStudent(QuantizationConfig):
 def register() -> None:
     """Let vLLM know the students of llmdistill."""
     register_quantization_config(NAME)(FactorizedStudent)
+    VocabParallelEmbedding.__init__ = _always_asking(VocabParallelEmbedding.__init__)
+
+
+def _always_asking(init: Callable[..., None]) -> Callable[..., None]:
+    """Let every table and head ask a student for its method: those of Gemma 2, OPT and BERT in vLLM ask nobody."""
+
+    @functools.wraps(init)
+    def asking(*args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(init).bind(*args, **kwargs)
+        config = getattr(get_current_vllm_config_or_none(), "quant_config", None)
+        if given.arguments.get("quant_config") is None and isinstance(config, FactorizedStudent):
+            given.arguments["quant_config"] = config
+        init(*given.args, **given.kwargs)
+
+    return asking
 
 
 def sizes_of(
@@ -233,6 +334,20 @@ def _make_loader(layer: Any, name: str) -> Callable[..., None]:
             first = getattr(layer, TAKEN)[part]
             # While vLLM reloads weights it counts the elements that `copy_` writes, and this bias is none of its own.
             torch.add(own, 0.0, out=layer.bias.data[first : first + own.numel()])
+
+    return load
+
+
+def _make_table_loader(layer: Any, name: str, whole: tuple[int, int]) -> Callable[..., None]:
+    """Return the function by which vLLM loads a factor of the token embedding; `param` is named as in vLLM's own."""
+
+    def load(param: Any, loaded: Tensor) -> None:
+        if tuple(loaded.shape) != whole:
+            raise UserError(
+                f"{name} of the token embedding is {tuple(loaded.shape)} in the student's weights, and config.json has "
+                f"{whole} of it; check that config.json belongs to the weights"
+            )
+        layer.weight_loader(param, loaded)
 
     return load
 

@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from llmdistill.errors import UserError
 from llmdistill.students.convert import compress_model
 from llmdistill.students.hub import NAME, FactorizedConfig
 
-from stand_in_vllm import StandInDense, StandInLinear, install_layers
+from stand_in_vllm import StandInDense, StandInEmbedding, StandInHead, StandInLinear, install_layers
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 BLOCK = "model.layers.1"
@@ -168,12 +169,85 @@ def test_ranks_of_tensor_parallelism_split_outputs_or_inputs_but_not_the_rank(pl
     torch.testing.assert_close(total, expected(student, prefix, x)[0])
 
 
+def make_tables(plugin, student, *, monkeypatch=None, **ranks):
+    """The token embedding and the head that vLLM makes for a student, without weights."""
+    config = plugin.from_config(FactorizedConfig.to_dict(student.config.quantization_config))
+    config.maybe_update_config("student", hf_config=student.config)
+    current = SimpleNamespace(quant_config=config)
+    if monkeypatch is not None:  # a model of vLLM whose tables ask nobody
+        module = sys.modules["llmdistill.serving.vllm_plugin"]
+        monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: current)
+        config = None
+    given = (torch.float32, config)
+    return StandInEmbedding(60, 16, *given, **ranks), StandInHead(60, 16, *given, prefix="lm_head", **ranks)
+
+
+def load_factors(embedding, student, names="AB"):
+    for name in names:
+        parameter = embedding.get_parameter(f"{name}.weight")
+        parameter.weight_loader(parameter, student.get_input_embeddings().get_parameter(f"{name}.weight"))
+    embedding.quant_method.process_weights_after_loading(embedding)
+
+
+EMBEDDING = FactorizeConfig(rank=3, embedding_rank=5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["plain", "pivoted"])
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_factorized_embedding_and_the_head_tied_to_it(plugin, monkeypatch, ranks, asks, form):
+    settings = FactorizeConfig(rank=3, embedding_rank=5, form=form)
+    student, ids = make_student("gemma2", settings), torch.arange(60).view(3, 20)
+    student.get_input_embeddings().scale = 1.0  # Gemma's factor, by which vLLM's model multiplies the rows itself
+    pairs = [
+        make_tables(plugin, student, monkeypatch=None if asks else monkeypatch, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+    heads = [head.tie_weights(embedding) for embedding, head in pairs]
+    # vLLM's Cohere looks for a weight, and `_get_tied_embedding_params` for parameters with two names.
+    assert all(
+        embedding.weight is None and head.A is embedding.A for (embedding, _), head in zip(pairs, heads, strict=True)
+    )
+    for _ in range(2):
+        for embedding, _ in pairs:
+            load_factors(embedding, student)
+        torch.testing.assert_close(sum(embedding(ids) for embedding, _ in pairs), student.get_input_embeddings()(ids))
+        x, bias = torch.randn(3, 16), torch.randn(64).chunk(ranks)
+        outputs = [head.quant_method.apply(head, x, each) for head, each in zip(heads, bias, strict=True)]
+        wanted = student.lm_head(x) + torch.cat(bias)[:60]
+        torch.testing.assert_close(torch.cat(outputs, dim=-1)[:, :60], wanted)
+        for each in student.parameters():  # as after some training
+            each.add_(torch.randn_like(each))
+
+
+def test_an_untied_head_and_other_tables_are_dense(plugin, monkeypatch):
+    student = make_student("llama", EMBEDDING)
+    _, head = make_tables(plugin, student, monkeypatch=monkeypatch)
+    positions = StandInEmbedding(40, 16)
+    for each in (head, positions):
+        assert isinstance(each.quant_method, StandInDense)
+        assert each.weight.shape == (64, 16)
+    student = make_student("llama", SETTINGS["svd"])
+    assert all(isinstance(each.quant_method, StandInDense) for each in make_tables(plugin, student))
+
+
+def test_factors_of_an_embedding_that_do_not_fit_are_refused(plugin):
+    student = make_student("llama", EMBEDDING)
+    embedding, _ = make_tables(plugin, student)
+    with pytest.raises(UserError, match=r"lack B.weight of the token embedding"):
+        load_factors(embedding, student, "A")
+    other = make_student("llama", FactorizeConfig(rank=3, embedding_rank=4))
+    with pytest.raises(UserError, match=r"A.weight of the token embedding is \(60, 4\) .* has \(60, 5\) of it"):
+        load_factors(embedding, other)
+
+
 def test_what_cannot_be_served_is_said_in_a_sentence(plugin):
     def refused(settings, words, width=12, **more):
         with pytest.raises(UserError, match=words):
             serve(plugin, make_student("llama", settings), f"{BLOCK}.mlp.gate_up_proj", [width, width], **more)
 
-    refused(FactorizeConfig(rank=3, embedding_rank=2), "its token embedding is factorized")
+    refused(FactorizeConfig(shapes={"*": "4x4"}, embedding_columns=2), "token embedding is factorized .*_columns 2")
     for kind in ("kronecker", "pivoted"):
         refused(SETTINGS[kind], f"factors of the kind {kind} cannot be split", whole=48, ranks=2)
     refused(SETTINGS["svd"], r"B.weight is \(24, 3\) in the student's weights, .* layer of vLLM has \(12, 3\)")
