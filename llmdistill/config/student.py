@@ -15,6 +15,8 @@ FactorForm = Literal["plain", "pivoted"]
 """Ways to store a product of a low rank."""
 RankMultiple = int | Literal["auto"]
 """The number of which ranks are multiples; auto chooses it by the shape of the matrix."""
+EmbeddingRank = int | Literal["auto"]
+"""The rank of the token embedding; auto chooses it by the predicted loss."""
 
 _OTHER_SIZES = replaces(*(f"student.factorize.{name}" for name in ("rank", "ranks", "target_params", "shapes")))
 _NO_SEARCH = replaces("student.factorize.allocation", "student.factorize.max_flops")
@@ -51,8 +53,8 @@ class CalibrationConfig:
     passes, each for some of the layers."""
     folder: str | None = field(default=None, metadata=FREE)
     """Folder that keeps the measurement and the factors of every matrix. Students of another size, allocation or form
-    (and, after gradients, of weighting activations) then need no other pass over the data, except for embedding_rank
-    and the held-out examples. An interrupted measurement continues, even in the middle of a pass. The folder takes the
+    (and, after gradients, of weighting activations) then need no other pass over the data, except for the held-out
+    examples. An interrupted measurement continues, even in the middle of a pass. The folder takes the
     disk space of the statistics, and one and a half times the teacher's layers in fp32 for each weighting. Not for
     Kronecker products. Default: no folder."""
 
@@ -83,9 +85,11 @@ class FactorizeConfig:
     """Largest number of parameters of the student: a number (690000000), a short form (0.69B, 77.25M) or a share of the
     teacher's (62%). svd takes the largest ranks that fit, by `allocation` and rank_multiple; kronecker (only in
     `llmdistill compress`) the shapes with the smallest error on the weights, estimated from three layers."""
-    embedding_rank: int | None = None
+    embedding_rank: EmbeddingRank | None = None
     """svd: also factorize the token embedding (and a head that is tied to it) to this rank. A weighting weights its
-    rows by how often their tokens occur, and with gradients also its columns."""
+    rows by how often their tokens occur, and with gradients also its columns. auto: the rank with which the student
+    stays nearest to its teacher for target_params, or none if the dense table is nearer on held-out data; it needs
+    allocation loss. Default: the table stays dense."""
     sigma: Literal["left", "balanced"] = field(
         default="left", metadata=replaces("student.factorize.form", by=("balanced",))
     )
@@ -136,6 +140,11 @@ class FactorizeConfig:
                 "student.factorize.allocation loss spends target_params by the predicted loss: give target_params and "
                 "weighting gradients"
             )
+        if self.embedding_rank == "auto" and not self.may_choose_ranks:
+            raise ValueError(
+                "student.factorize.embedding_rank auto takes its share of target_params by the predicted loss: give "
+                "target_params, weighting gradients and allocation loss, or a number"
+            )
         if self.form == "pivoted" and self.sigma != "left":
             raise ValueError(
                 f"student.factorize.sigma is {self.sigma}, but pivoted factors have no singular values: set it back to "
@@ -146,6 +155,21 @@ class FactorizeConfig:
     def is_weighted(self) -> bool:
         """Whether calibration data weight the factors; a start that is not settled yet counts as the plain SVD."""
         return self.weighting not in (None, "none")
+
+    @property
+    def may_choose_ranks(self) -> bool:
+        """Whether the predicted loss chooses ranks, or may do so once the start is settled."""
+        is_open = self.allocation is None and self.weighting is None
+        return self.target_params is not None and (self.allocation == "loss" or is_open)
+
+    @property
+    def table_rank(self) -> int | None:
+        """The rank of the token embedding, if it is given."""
+        return self.embedding_rank if isinstance(self.embedding_rank, int) else None
+
+    def with_one_rank(self) -> FactorizeConfig:
+        """Return the settings of a student that needs no data to choose its ranks."""
+        return replace(self, allocation="uniform", embedding_rank=self.table_rank)
 
     @property
     def stored_form(self) -> FactorForm:

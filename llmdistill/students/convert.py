@@ -195,7 +195,8 @@ def _plan_sizes(
     stacks = layer_stacks(reference)
     if stacks:  # of which nothing is measured
         sizes |= {name: rank for name, rank in plan_factors(reference, settings).sizes.items() if name in stacks}
-    return replace(plan_embedding(reference, settings, method), sizes=sizes)
+    planned = plan_embedding(reference, settings, method)
+    return replace(planned, sizes=sizes, embedding=planned.embedding if weighted.table is None else weighted.table.rank)
 
 
 def compress_folder(

@@ -180,6 +180,12 @@ def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
     return next(name for name, module in model.named_modules() if module is embedding), cast(nn.Embedding, embedding)
 
 
+def can_factorize_embedding(model: PreTrainedModel) -> bool:
+    """Return whether the token embedding only looks up rows, or multiplies them by a number: what can be factorized."""
+    embedding = model.get_input_embeddings()
+    return embedding is not None and scale_of_rows(embedding) is not None
+
+
 def scale_of_rows(embedding: nn.Module) -> float | None:
     """Return what an embedding multiplies the rows of its table by; None if it is none, or does something else."""
     if type(embedding) is nn.Embedding:

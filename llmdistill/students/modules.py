@@ -208,6 +208,11 @@ class FactorizedEmbedding(nn.Module):
         # In the dtype of the rows, as Gemma rounds it; full() launches a kernel, where a copy would wait.
         return rows * torch.full((), self.scale, dtype=rows.dtype, device=rows.device)
 
+    @property
+    def weight(self) -> Tensor:
+        """The whole table; computed at each access, for code that needs it (Llama 4 asks for its device)."""
+        return self.dense()
+
     def dense(self) -> Tensor:
         """Return the whole table, (V, d)."""
         return self.B(dequantized(self.A.weight))

@@ -92,7 +92,7 @@ def plan_student(model: PreTrainedModel, settings: StudentConfig) -> Factorizati
         return None
     if settings.shape is not None:
         return plan_embedding(model, settings.factorize, settings.method)
-    return plan_factors(model, replace(settings.factorize, allocation="uniform"), settings.method)
+    return plan_factors(model, settings.factorize.with_one_rank(), settings.method)
 
 
 def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: str) -> Factorization:
@@ -103,7 +103,7 @@ def plan_embedding(model: PreTrainedModel, settings: FactorizeConfig, method: st
     if is_factorized(model):
         raise UserError(f"this {type(model).__name__} is factorized already; start from the dense teacher")
     kind = KINDS[method]
-    size: int | None = getattr(settings, kind.embedding_key)
+    size: int | None = settings.table_rank if method == "svd" else settings.embedding_columns
     if size is not None:
         vocabulary, width = token_embedding(model)[1].weight.shape
         if method == "svd":
@@ -178,6 +178,8 @@ def summarize(
         # Ranks that are not known yet have no Kronecker products: 2 FLOPs for each parameter, as in `forward_flops`.
         flops = 2 * student_params
         sizes = {"rank": None, "ranks": "by the predicted loss, from the calibration data", "dense": []}
+        if settings.embedding_rank == "auto":
+            sizes["embedding_rank"] = "auto"
     else:
         planned = plan_factors(reference, settings, method) if planned is None else planned
         install(reference, planned)
@@ -203,8 +205,8 @@ def summarize(
         "student_params": student_params,
         "ratio": student_params / teacher_params,
         "forward_flops": flops,
-        **sizes,
         KINDS[method].embedding_key: planned.embedding,
+        **sizes,
     }
 
 
@@ -224,7 +226,8 @@ def describe_ranks(sizes: Mapping[str, Any]) -> str:
 
 
 def rank_budget(model: PreTrainedModel, settings: FactorizeConfig, dense: Collection[str] = ()) -> int:
-    """Return the number of parameters that target_params leaves for the layers' linears, without those that stay dense.
+    """Return the number of parameters that target_params leaves for the layers' linears, without those that stay dense,
+    and for a token embedding whose rank is auto.
 
     `dense` are names in the base model. Raises UserError if the smallest rank for every other linear has more.
     """
@@ -241,24 +244,29 @@ def rank_budget(model: PreTrainedModel, settings: FactorizeConfig, dense: Collec
     for m, n in shapes.values():
         ranks = useful_ranks(m, n, multiple, settings.stored_form)
         smallest += factor_params(m, n, ranks[0], settings.stored_form) if ranks else m * n
+    if settings.embedding_rank == "auto":
+        m, n = token_embedding(model)[1].weight.shape
+        smallest += factor_params(m, n, useful_ranks(m, n, multiple)[0])
     if smallest > budget:
         rank, remedy = (1, "") if multiple == "auto" else (multiple, "lower rank_multiple, ")
+        if settings.embedding_rank is None:
+            remedy += "factorize the token embedding too (embedding_rank auto), "
         what = f"every linear but {', '.join(dense)}, which the calibration data never run" if dense else "every linear"
         raise UserError(
             f"target_params {settings.target_params} is out of reach: rank {rank} for {what}, the smallest "
-            f"allocation, has {smallest + fixed:,} parameters; raise the target, {remedy}or factorize the token "
-            "embedding too (embedding_rank)"
+            f"allocation, has {smallest + fixed:,} parameters; {remedy}or raise the target"
         )
     return budget
 
 
 def fixed_params(model: PreTrainedModel, settings: FactorizeConfig) -> int:
-    """Return the number of parameters outside of the matrices of the layers that can be factorized."""
+    """Return the number of parameters outside of the matrices of the layers that can be factorized, and of a token
+    embedding whose rank is auto."""
     fixed = count_parameters(model) - sum(count * m * n for count, (m, n) in _matrices(model, settings).values())
-    if settings.embedding_rank is not None:
+    if settings.table_rank is not None or settings.embedding_rank == "auto":
         # A tied head shares the factors as it shared the table, an untied head stays dense.
         vocabulary, width = token_embedding(model)[1].weight.shape
-        fixed += settings.embedding_rank * (vocabulary + width) - vocabulary * width
+        fixed += (settings.table_rank or 0) * (vocabulary + width) - vocabulary * width
     return fixed
 
 
@@ -322,7 +330,7 @@ def _ranks(model: PreTrainedModel, settings: FactorizeConfig) -> dict[str, int]:
         # A larger rank never has fewer parameters, so bisection finds the largest within the target; 0 if none is.
         rank = bisect_right(range(1, largest + 1), target, key=total)
         if rank == 0:
-            remedy = "factorize the token embedding too" if settings.embedding_rank is None else "lower"
+            remedy = "factorize the token embedding too" if settings.table_rank is None else "lower"
             raise UserError(
                 f"target_params {settings.target_params} ({target:,}) is out of reach: ranks 1 to {largest} give "
                 f"{total(1):,} to {total(largest):,} parameters; raise the target, or {remedy} (embedding_rank)"

@@ -363,6 +363,7 @@ def _report(folder: Path, settings: FactorizeConfig, factors: WeightedFactors, s
         "predicted_loss": factors.predicted_loss,
         "held_out": dict(factors.held_out),
         "ranks": dict(factors.ranks),
+        "embedding_rank": None if factors.table is None else factors.table.rank,
         "spectra": factors.spectra(),
     }
     write_json(folder / WEIGHTING_FILE, values)
@@ -372,10 +373,15 @@ def _report(folder: Path, settings: FactorizeConfig, factors: WeightedFactors, s
 
 def _print_allocation(factors: WeightedFactors, *, aside: bool = False) -> None:
     """Print which allocation the check on held-out data chose, if there was one."""
-    if factors.held_out:
-        by_loss, uniform = factors.held_out["loss"], factors.held_out["uniform"]
-        say(
-            f"Student     nats a token from its teacher on held-out data: {by_loss:.4g} with ranks by predicted loss, "
-            f"{uniform:.4g} with one rank; it takes {'the ranks' if by_loss <= uniform else 'one rank'}",
-            aside=aside,
-        )
+    words = {
+        "loss": "ranks by predicted loss",
+        "uniform": "one rank",
+        "embedding": "a narrower token embedding",
+    }
+    found = factors.held_out
+    if factors.table is not None:
+        words["embedding"] += f" (rank {factors.table.rank} of {factors.table.widest})"
+    if found:
+        figures = ", ".join(f"{found[key]:.4g} with {name}" for key, name in words.items() if key in found)
+        best = words[min(found, key=lambda key: found[key])]
+        say(f"Student     nats a token from its teacher on held-out data: {figures}; it takes {best}", aside=aside)

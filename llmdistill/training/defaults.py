@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from llmdistill.artifacts import find_record
 from llmdistill.config import FactorizeConfig, RunConfig
 from llmdistill.config.marks import earlier_defaults
+from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.families import is_causal
 from llmdistill.students.counting import build_reference, layer_stacks
@@ -95,6 +96,8 @@ def choose_start(
     calibration = settings.calibration
     if calibration.examples is None:
         calibration = replace(calibration, examples=usual_examples(max_length))
+    if settings.embedding_rank == "auto" and not spends:
+        raise UserError(f"embedding_rank auto needs predicted losses, but {why}: give a number, or leave it out")
     best: dict[str, Any] = {"allocation": "loss", "form": "plain" if settings.sigma == "balanced" else "pivoted"}
     chosen = {key: value for key, value in best.items() if spends and getattr(settings, key) is None}
     return _fill(replace(settings, weighting=weighting, calibration=calibration, **chosen), {}), why
@@ -116,7 +119,7 @@ def settle_compress(
     """
     if has_data and method == "svd":
         return choose_start(settings, model, max_length)[0]
-    if settings.allocation == "loss" and settings.weighting is None:
+    if settings.weighting is None and (settings.allocation == "loss" or settings.embedding_rank == "auto"):
         check_calibration_data("gradients", None)
     return _fill(settings, {})
 

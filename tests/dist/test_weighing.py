@@ -5,19 +5,22 @@ The file is also the program of a rank.
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from llmdistill.batch import Batch
-from llmdistill.config import CalibrationConfig
+from llmdistill.config import CalibrationConfig, FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.models.configs import load_config
 from llmdistill.runtime.distributed import World, init_distributed, on_every
 from llmdistill.students.counting import build_reference, layer_linears
 from llmdistill.students.kronecker import KroneckerShape
 from llmdistill.students.start.measure import GIB, Measurement
+from llmdistill.students.start.weigh import CalibrationParts, weigh
+from llmdistill.students.start.weighted_embedding import weighted_table
 from llmdistill.teachers.live import load_teacher
 
 
@@ -31,18 +34,27 @@ def keep_in(found):
     return lambda name, each, _seconds: found.update({name: each})
 
 
-def measure(teacher, batches, sharding, memory):
-    model, found, said = load_teacher(teacher, dtype=torch.float32, sharding=sharding).model, {}, []
+AUTO = {"target_params": "60%", "embedding_rank": "auto", "weighting": "gradients", "allocation": "loss"}
+
+
+def measure(teacher, batches, sharding, memory, *, together=True):
+    loaded, found, said, tables = load_teacher(teacher, dtype=torch.float32, sharding=sharding), {}, [], []
+    model = loaded.model
     shapes = layer_linears(build_reference(load_config(teacher)))
     shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
     settings = CalibrationConfig(memory=memory)
     measurement = Measurement(model=model, batches=batches, settings=settings, gradients=True)
-    measurement.factors(shapes, {name: min(shape) for name, shape in shapes.items()}, keep_in(found), said.append)
-    table, products = measurement.table(3), {}
+    full = {name: min(shape) for name, shape in shapes.items()}
+    measurement.factors(shapes, full, keep_in(found), said.append, keep_table=tables.append)
+    table, products = measurement.table(partial(weighted_table, moments=tables[0], rank=3)), {}
     wanted = {"layers.1.mlp.down_proj": KroneckerShape(4, 8, 2)}
     replace(measurement, method="kronecker").factors(shapes, wanted, keep_in(products), lambda _: None)
     costs = {name: float(each[3]) for name, each in measurement.predict_losses(found, shapes).items()}
-    return found, said, table, products.get("layers.1.mlp.down_proj"), costs
+    held_out = [batch(slice(0, 6))]
+    parts = CalibrationParts(config=model.config, teacher=lambda: loaded, batches=lambda: (batches, held_out))
+    # All ranks choose together, also where one of them has measured alone.
+    auto = weigh(parts, FactorizeConfig(**AUTO, calibration=settings)).held_out if together else {}
+    return found, said, table, products.get("layers.1.mlp.down_proj"), dict(auto), costs
 
 
 def main():
@@ -61,7 +73,7 @@ def main():
         results = [measure(teacher, own, sharding, 50_000 / GIB) for sharding in ("replicated", "zero3")]
         if world.is_main:  # alone, while the other rank does something else
             with World.alone().entered():
-                results.append(measure(teacher, [batch(slice(0, 12))], "replicated", 1.0))
+                results.append(measure(teacher, [batch(slice(0, 12))], "replicated", 1.0, together=False))
         try:
             on_every(fails)
         except UserError as error:
@@ -72,13 +84,15 @@ def main():
 def test_two_ranks_find_the_factors_of_one(launch, tiny_teacher, tmp_path):
     for ranks in (1, 2):
         launch(str(tmp_path), str(tiny_teacher), ranks=ranks, program=__file__)
-    [(alone, _, table, product, costs)] = torch.load(tmp_path / "1-0.pt", weights_only=False)
+    [(alone, _, table, product, auto, costs)] = torch.load(tmp_path / "1-0.pt", weights_only=False)
     assert [(tmp_path / f"error-{rank}").read_text() for rank in (0, 1)] == ["rank 1 cannot"] * 2
     for result in torch.load(tmp_path / "2-1.pt", weights_only=False):
-        assert (result[0], result[2], result[3]) == ({}, None, None)
+        assert (result[0], *result[2:5]) == ({}, None, None, {})
     *shared, own = torch.load(tmp_path / "2-0.pt", weights_only=False)
     assert own[-1] == pytest.approx(costs, rel=1e-5)
-    for found, said, other_table, other_product, other_costs in shared:
+    assert "embedding" in auto
+    for found, said, other_table, other_product, other_auto, other_costs in shared:
+        assert other_auto == {name: pytest.approx(divergence, rel=1e-2) for name, divergence in auto.items()}
         assert said == ["3 passes of at most 4.2e-05 GiB of statistics"]
         assert set(found) == set(alone)
         assert other_costs == {name: pytest.approx(cost, rel=1e-3) for name, cost in costs.items()}

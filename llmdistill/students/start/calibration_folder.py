@@ -2,7 +2,8 @@
 
 statistics.json says what was measured. `sums/` has a file of each pass and rank with its sums over the data, which is
 also the state of a pass that was interrupted, and the folder of each weighting one with the leading factors of each
-matrix. These are safetensors; beside each a JSON file of the same name has its size and sha256.
+matrix; `table` has the moments of the token embedding. These are safetensors; beside each a JSON file of the same name
+has its size and sha256.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from llmdistill.errors import UserError
 from llmdistill.files import apply_umask, is_unused, remove_abandoned, temporary_folder, write_error, write_json
 from llmdistill.fingerprints import file_damage, file_entry
 from llmdistill.students.start.moments import PartialSums
+from llmdistill.students.start.table_moments import TableMoments
 from llmdistill.students.start.weighted import WeightedSVD
 
 RECORD = "statistics.json"
@@ -61,14 +64,17 @@ def _read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]] | None
         return {key: stored.get_tensor(key) for key in stored.keys()}, stored.metadata() or {}  # noqa: SIM118
 
 
-def read_sums(file: Path, names: list[str], *, gradients: bool) -> PartialSums:
-    """Return the sums that a pass of one rank has saved for the named linears; none if they lack needed gradients."""
+def read_sums(file: Path, names: list[str], *, gradients: bool, table: bool = False) -> PartialSums:
+    """Return the sums that a pass of one rank has saved for the named linears; none if they lack the gradients or the
+    token embedding, where these are needed."""
     stored = _read_tensors(file)
     if stored is None:
         return PartialSums()
     sums, metadata = stored
     # With another limit of memory the pass of this number may be one of other linears.
     if json.loads(metadata["names"]) != names or (gradients and metadata["gradients"] != "True"):
+        return PartialSums()
+    if table and "table counts" not in sums:
         return PartialSums()
     return PartialSums(int(metadata["done"]), sums, json.loads(metadata["sources"]))
 
@@ -98,6 +104,7 @@ class SavedFactors(Mapping[str, WeightedSVD]):
             UserError: the folder holds something else.
         """
         self.folder, self._factors = folder, folder / weighting
+        self._table, self._gradients = folder / f"table{_SUFFIX}", weighting == "gradients"
         remedy = "choose another folder, or null to keep nothing"
         subject = f"student.factorize.calibration.folder {folder}"
         old = read_record(folder / RECORD, remedy=remedy)
@@ -141,6 +148,23 @@ class SavedFactors(Mapping[str, WeightedSVD]):
     @predicted_losses.setter
     def predicted_losses(self, losses: Mapping[str, Tensor]) -> None:
         _write_tensors(self.folder / f"costs{_SUFFIX}", losses)
+
+    @property
+    def table(self) -> TableMoments | None:
+        """The moments of the token embedding that this weighting needs; None if they were not measured yet."""
+        stored = _read_tensors(self._table)
+        if stored is None:
+            return None
+        tensors, _ = stored
+        moments = TableMoments(tokens=int(tensors.pop("tokens")), **tensors)
+        if not self._gradients:
+            return replace(moments, gradients=None, head_outputs=None)
+        return None if moments.gradients is None else moments
+
+    @table.setter
+    def table(self, moments: TableMoments) -> None:
+        tensors = {key: value for key, value in vars(moments).items() if isinstance(value, Tensor)}
+        _write_tensors(self._table, {**tensors, "tokens": torch.tensor(moments.tokens)})
 
     def _path_of(self, name: str) -> Path:
         return self._factors / f"{name}{_SUFFIX}"

@@ -1,4 +1,5 @@
-"""Tries lower ranks on a loaded model, without a second one: its linears return what those of a student would."""
+"""Tries lower ranks on a loaded model, without a second one: its linears and its token embedding return what those of a
+student would."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from llmdistill.batch import Batch
+from llmdistill.batch import Batch, HeadInputs
 from llmdistill.internals.torch_names import add_in_place, version_of
 from llmdistill.losses.divergence import FORWARD_KL
 from llmdistill.losses.head import token_losses
 from llmdistill.losses.terms import TokenTerm
 from llmdistill.models.sharded import gathered
 from llmdistill.progress import progress
+from llmdistill.step.forward import TappedModel
 from llmdistill.step.passes import HookSums, OddReadError, Passes, hook_gradient
-from llmdistill.students.install import matrix
+from llmdistill.students.install import matrix, scale_of_rows, tied_heads, token_embedding
 from llmdistill.students.start.sampled import (
     USUAL,
     Reads,
@@ -31,16 +33,18 @@ from llmdistill.students.start.sampled import (
     tapped_output,
 )
 from llmdistill.students.start.weighted import WeightedSVD
+from llmdistill.students.start.weighted_embedding import WeightedTable
 from llmdistill.students.start.weighted_factors import WeightedFactors, held_at
 from llmdistill.students.svd import truncated_svd
 
 
 def cut(model: PreTrainedModel, weighted: WeightedFactors) -> AbstractContextManager[None]:
-    """Within this block, linears of a dense model return what the student's would; the model keeps its weights.
+    """Within this block, linears and token embedding of a dense model return what the student's would; the model keeps
+    its weights.
 
     The products are computed in fp32, and each factor is moved to the device of the inputs when it is needed, so this
-    takes the memory of one matrix. The token embedding stays dense. Moments that are measured inside this block are
-    those of the cut model.
+    takes the memory of one matrix. A head that is tied to the token embedding stays dense. Moments that are measured
+    inside this block are those of the cut model.
     """
 
     def plain(linear: nn.Module, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +60,16 @@ def cut(model: PreTrainedModel, weighted: WeightedFactors) -> AbstractContextMan
         bias = cast("Tensor | None", linear.bias)
         return (product if bias is None else product + bias.float()).to(inputs.dtype)
 
-    products = {}
+    def look_up(embedding: nn.Module, table: WeightedTable, ids: Tensor) -> Tensor:
+        dtype, scale = cast(Tensor, embedding.weight).dtype, scale_of_rows(embedding) or 1.0
+        rows = functional.embedding(ids, table.left.to(ids.device)) @ table.right.to(ids.device)
+        return (scale * rows).to(dtype)
+
+    products: dict[nn.Module, Callable[..., Any]] = {}
+    table = weighted.table
+    if table is not None:
+        embedding = token_embedding(model)[1]
+        products[embedding] = partial(look_up, embedding, table)
     for name, rank in weighted.ranks.items():
         linear = model.base_model.get_submodule(name)
         measured = weighted.factors.get(name)
@@ -65,6 +78,29 @@ def cut(model: PreTrainedModel, weighted: WeightedFactors) -> AbstractContextMan
         factors = cache(partial(plain, linear, rank)) if measured is None else partial(leading, measured, rank)
         products[linear] = partial(multiply, linear, factors)
     return running_as(products)
+
+
+def _judged_rows(tapped: TappedModel, batch: Batch, weighted: WeightedFactors) -> HeadInputs:
+    """Return the rows that judge a model within `cut`, where a head that is tied to the token embedding is cut too."""
+    table, heads = weighted.table, list[nn.Module]()
+    if table is not None:
+        name, _ = token_embedding(tapped.model)
+        heads = [tapped.model.get_submodule(head) for head in tied_heads(tapped.model, name)]
+    if table is None or not heads:
+        return judged_rows(tapped, batch)[0]
+
+    def multiply(head: nn.Module, inputs: Tensor) -> Tensor:
+        right, left = (factor.to(inputs.device) for factor in (table.right, table.left))
+        outputs = functional.linear(functional.linear(inputs.float(), right), left, cast("Tensor | None", head.bias))
+        return outputs.to(inputs.dtype)
+
+    # Where the shortcut reads the weight of the head, the head does not run.
+    with running_as({} if tapped.shortcut else {head: partial(multiply, head) for head in heads}):
+        head, _, _ = judged_rows(tapped, batch)
+    if head.weight is None:
+        return head
+    right, left = (factor.to(head.weight) for factor in (table.right, table.left))
+    return head._replace(rows=functional.linear(head.rows.to(right.dtype), right), weight=left)
 
 
 def predict_losses(
@@ -199,7 +235,7 @@ def divergences(
             count += len(dense.rows)
             for name, weighted in cuts.items():
                 with cut(model, weighted):
-                    changed = judged_rows(tapped, moved)[0]
+                    changed = _judged_rows(tapped, moved, weighted)
                 if not classes:
                     totals[name] += (dense.rows - changed.rows).square().sum() / 2
                     continue

@@ -38,8 +38,9 @@ from llmdistill.students.start.calibration_folder import read_sums, write_sums
 from llmdistill.students.start.cuts import predict_losses
 from llmdistill.students.start.moments import NOT_SAVED, Moments, PartialSums, Saving, measure_moments
 from llmdistill.students.start.sampled import Reads, Sampling, watch_reads
+from llmdistill.students.start.table_moments import TableMoments, measure_table
 from llmdistill.students.start.weighted import WeightedSVD, weighted_svds
-from llmdistill.students.start.weighted_embedding import WeightedTable, measure_table, weighted_table
+from llmdistill.students.start.weighted_embedding import WeightedTable
 from llmdistill.students.start.weighted_kronecker import weighted_kronecker
 
 GIB = 2**30
@@ -105,6 +106,7 @@ class Measurement:
         keep: Callable[[str, Any, float], object],
         say: Callable[[str], object],
         known: Collection[str] = (),
+        keep_table: Callable[[TableMoments], object] | None = None,
     ) -> None:
         """Measure and decompose matrices; every rank must call this function.
 
@@ -118,6 +120,8 @@ class Measurement:
                 the pass has ended.
             say: takes the plan as a sentence.
             known: the matrices of `wanted` that have factors already.
+            keep_table: takes the moments of the token embedding on every rank, which are then measured too, in the
+                first pass.
 
         Raises:
             UserError: the data have no token or give numbers that are not finite.
@@ -141,7 +145,8 @@ class Measurement:
             if not missing:
                 continue
             # All linears of a pass are measured, also known ones: saved sums belong to a pass, not to a linear.
-            moments = self._measure_moments(owners, rounds, f"{number + 1}-of-{len(passes)}")
+            moments = self._measure_moments(owners, rounds, f"{number + 1}-of-{len(passes)}", keep_table)
+            keep_table = None
             owners = {name: owner for name, owner in owners.items() if name in missing}
             moments = {name: moment for name, moment in moments.items() if name in missing}
             decomposed = self._decompose(owners, wanted, moments)
@@ -176,7 +181,13 @@ class Measurement:
             reduce=all_reduce_sum if world.size > 1 else None,
         )
 
-    def _measure_moments(self, owners: Mapping[str, int], rounds: int, number: str) -> dict[str, Moments]:
+    def _measure_moments(
+        self,
+        owners: Mapping[str, int],
+        rounds: int,
+        number: str,
+        keep_table: Callable[[TableMoments], object] | None,
+    ) -> dict[str, Moments]:
         """Measure the moments of the linears that this rank decomposes, over the data of all ranks."""
         world = World.current()
 
@@ -190,7 +201,7 @@ class Measurement:
         sampling = Sampling(
             gradients=self.gradients, seed=self.settings.seed, reads=self._reads.of(owners), rounds=rounds
         )
-        saving = self._resume_sums(list(owners), number)
+        saving = self._resume_sums(list(owners), number, table=keep_table is not None)
         measure = partial(
             measure_moments,
             self.model,
@@ -199,10 +210,11 @@ class Measurement:
             sampling,
             reduce=reduce if world.size > 1 else None,
             saving=saving,
+            keep_table=keep_table,
         )
         return on_every(measure)
 
-    def _resume_sums(self, names: list[str], number: str) -> Saving:
+    def _resume_sums(self, names: list[str], number: str, *, table: bool) -> Saving:
         """Read the sums of a pass that an earlier process has saved, and save those of this one now and then.
 
         All ranks save after the same batches. If a kill came between their saves, the pass starts again.
@@ -212,7 +224,7 @@ class Measurement:
         world, folder = World.current(), Path(self.settings.folder) / "sums"
         file = folder / f"pass-{number}-rank-{world.rank + 1}-of-{world.size}.safetensors"
         began = time.monotonic()
-        resumed = on_every(partial(read_sums, file, names, gradients=self.gradients))
+        resumed = on_every(partial(read_sums, file, names, gradients=self.gradients, table=table))
         # The smallest number is minus the largest of the negatives.
         same = largest_number(resumed.done) == -largest_number(-resumed.done)
         every: int | None = None
@@ -265,33 +277,36 @@ class Measurement:
 
         return on_every(decompose)
 
-    def table(self, rank: int) -> WeightedTable | None:
-        """Measure and decompose the token embedding in a pass of its own; on rank 0, None on the others.
-
-        Every rank must call this function.
+    def table_moments(self) -> TableMoments:
+        """Measure the token embedding in passes of its own; every rank must call this function.
 
         Raises:
             UserError: the data have no token or give numbers that are not finite.
         """
-        world = World.current()
         measure = partial(
             measure_table,
             self.model,
             self._parts,
             Sampling(gradients=self.gradients, seed=self.settings.seed, rounds=largest_number(len(self._parts))),
-            reduce=all_reduce_sum if world.size > 1 else None,
+            reduce=all_reduce_sum if World.current().size > 1 else None,
         )
-        moments = on_every(measure)
+        return on_every(measure)
+
+    def table(self, decompose: Callable[[Tensor], WeightedTable]) -> WeightedTable | None:
+        """Return what a function makes of the token embedding's table, on rank 0; None on the others.
+
+        Every rank must call this function.
+        """
         parameter = token_embedding(self.model)[1].weight
 
-        def decompose() -> WeightedTable | None:
-            if not world.is_main:
+        def run() -> WeightedTable | None:
+            if not World.current().is_main:
                 return None
             table = parameter.detach()
-            return weighted_table(table if self.device is None else table.to(self.device), moments, rank)
+            return decompose(table if self.device is None else table.to(self.device))
 
         with gathered(parameter):
-            return on_every(decompose)
+            return on_every(run)
 
 
 def together(weights: Mapping[str, Tensor], device: torch.device) -> list[list[str]]:

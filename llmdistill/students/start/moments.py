@@ -21,6 +21,7 @@ from llmdistill.batch import Batch
 from llmdistill.step.passes import HookSums, Passes, are_nonzero, hook_gradient
 from llmdistill.students.install import features
 from llmdistill.students.start.sampled import USUAL, Reads, Sampling, identity, run_sampled
+from llmdistill.students.start.table_moments import TableMoments, TableSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ class PartialSums:
     done: int = 0
     """The number of passes."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """The number of tokens, and the lower triangles of the moments, by keys such as "inputs NAME"."""
+    """The number of tokens, the lower triangles of the moments, by keys such as "inputs NAME", and the sums of a
+    `TableSums`, such as "table counts"."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The linear that first reads the tensors that a linear reads."""
 
@@ -69,6 +71,7 @@ def measure_moments(
     *,
     reduce: Callable[[Tensor, str | None], bool] | None = None,
     saving: Saving = NOT_SAVED,
+    keep_table: Callable[[TableMoments], object] | None = None,
 ) -> dict[str, Moments]:
     """Return the second moments of some linears over the real tokens of batches, in fp32 whatever the model's dtype.
 
@@ -85,8 +88,10 @@ def measure_moments(
         batches: the batches of this rank, on any device; each rank needs at least one.
         sampling: whether G is measured, the labels, and what the linears read.
         reduce: sums a tensor of the linear with this name over the ranks, in place, and returns whether this rank needs
-            the sum; only its moments are then returned. The number of tokens, without a name, is needed by every rank.
+            the sum; only its moments are then returned. What has no name, the number of tokens and the sums for the
+            token embedding, every rank gets.
         saving: where the measurement goes on, and how it is saved.
+        keep_table: takes the moments of the token embedding, which are then measured in the same passes.
 
     Raises:
         UserError: there is no token, or a moment is not finite.
@@ -97,15 +102,25 @@ def measure_moments(
         done=resumed.done,
         after=lambda sums, done, total: saving.after(done, total, lambda: sums.so_far(done)),
     )
-    make = partial(_Sums, model, names, sampling.gradients, resumed)
-    return run_sampled(model, names, batches, make, sampling, passes).moments(reduce)
+    make = partial(_Sums, model, names, sampling.gradients, resumed, keep_table is not None)
+    sums = run_sampled(model, names, batches, make, sampling, passes)
+    moments, table = sums.moments(reduce)
+    if keep_table is not None and table is not None:
+        keep_table(table)
+    return moments
 
 
 class _Sums(HookSums):
     """Adds up the moments of linears in forward and backward hooks."""
 
     def __init__(
-        self, model: PreTrainedModel, names: Collection[str], gradients: bool, resumed: PartialSums, reads: Reads | None
+        self,
+        model: PreTrainedModel,
+        names: Collection[str],
+        gradients: bool,
+        resumed: PartialSums,
+        with_table: bool,
+        reads: Reads | None,
     ) -> None:
         super().__init__(model.device)
         # q, k and v, or gate and up, read one tensor one after the other: their C is summed once.
@@ -114,9 +129,9 @@ class _Sums(HookSums):
         known = {key: tensor.to(model.device) for key, tensor in resumed.sums.items()}
         # What is left are the moments, each under its kind and the name of its linear.
         self.tokens = known.pop("tokens", self.tokens)
-        self._inputs, self._gradients = (
+        self._inputs, self._gradients, of_table = (
             {key.partition(" ")[2]: tensor for key, tensor in known.items() if key.startswith(kind)}
-            for kind in ("inputs", "gradients" if gradients else "none")
+            for kind in ("inputs", "gradients" if gradients else "none", "table")
         )
         self._has_gradients = gradients
         self._shapes = {name: features(model.get_submodule(name)) for name in names}
@@ -125,16 +140,27 @@ class _Sums(HookSums):
         """The linear that first reads what a linear reads."""
         run = partial(self._add_call, gradients)
         self.handles = [model.get_submodule(name).register_forward_hook(partial(run, name)) for name in names]
+        self._table = TableSums(model, gradients, self) if with_table else None
+        if self._table is not None and of_table:
+            self._table.resume(of_table)
+
+    def add_probabilities(self, p_NV: Tensor) -> None:
+        if self._table is not None:
+            self._table.add_probabilities(p_NV)
 
     def so_far(self, done: int) -> PartialSums:
-        kinds = (("inputs", self._inputs), ("gradients", self._gradients))
+        table = {} if self._table is None else self._table.sums
+        kinds = (("inputs", self._inputs), ("gradients", self._gradients), ("table", table))
         sums = {f"{kind} {name}": moment for kind, moments in kinds for name, moment in moments.items()}
         return PartialSums(done, {"tokens": self.tokens, **sums}, self._source)
 
-    def moments(self, reduce: Callable[[Tensor, str | None], bool] | None) -> dict[str, Moments]:
+    def moments(
+        self, reduce: Callable[[Tensor, str | None], bool] | None
+    ) -> tuple[dict[str, Moments], TableMoments | None]:
         """Return the sums over all ranks that this rank needs, of the linears that got inputs and gradients at all."""
         if reduce is not None:
-            reduce(self.tokens, None)
+            for tensor in (self.tokens, *(() if self._table is None else self._table.sums.values())):
+                reduce(tensor, None)
             self._reduce(
                 self._inputs, {self._source.get(name, name): n for name, (_, n) in self._shapes.items()}, reduce
             )
@@ -151,19 +177,19 @@ class _Sums(HookSums):
             {name: moment.diagonal().sum(dtype=torch.float64) for name, moment in sums.items()}
             for sums in (self._inputs, self._gradients)
         ]
-        tokens = self.count_tokens(
-            (f"the inputs or gradients of {name}", trace) for of_kind in traces for name, trace in of_kind.items()
-        )
+        named = [(f"the inputs or gradients of {name}", trace) for of_kind in traces for name, trace in of_kind.items()]
+        tokens = self.count_tokens([*named, *(() if self._table is None else self._table.totals())])
         # A moment of zeros is that of a linear that never ran in these data, or whose output the loss does not read.
         inputs, gradients = (
             dict(compress(sums.items(), are_nonzero(list(of_kind.values()))))
             for sums, of_kind in zip((self._inputs, self._gradients), traces, strict=True)
         )
-        return {
+        moments = {
             name: Moments(inputs=inputs[source], gradients=gradients.get(name), tokens=tokens)
             for name, source in self._source.items()
             if source in inputs and (name in gradients or not self._has_gradients)
         }
+        return moments, None if self._table is None else self._table.moments(tokens)
 
     def _reduce(
         self, sums: dict[str, Tensor], widths: Mapping[str, int], reduce: Callable[[Tensor, str | None], bool]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,20 +13,25 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
-from llmdistill.config.student import Allocation
+from llmdistill.config.student import RankMultiple
 from llmdistill.errors import UserError
 from llmdistill.models.families import base_name
 from llmdistill.runtime.distributed import World, on_every, on_main
 from llmdistill.step.passes import split_batches
 from llmdistill.students.counting import Shape, build_reference, layer_linears
-from llmdistill.students.install import token_embedding
+from llmdistill.students.install import can_factorize_embedding, token_embedding
 from llmdistill.students.sizes import check_factorization, plan_embedding, plan_factors, rank_budget
 from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.cuts import divergences
+from llmdistill.students.start.embedding_rank import choose_with_table
 from llmdistill.students.start.measure import Measurement, first_tokens
 from llmdistill.students.start.sampled import graph_tokens, tokens_at_a_time
-from llmdistill.students.start.weighted import WeightedSVD, allocate
-from llmdistill.students.start.weighted_factors import WeightedFactors
+from llmdistill.students.start.table_moments import TableMoments
+from llmdistill.students.start.weighted import Options, WeightedSVD, allocate
+from llmdistill.students.start.weighted_embedding import WeightedTable, nested_table, weighted_table
+from llmdistill.students.start.weighted_factors import NOTHING, WeightedFactors
+from llmdistill.students.start.weighted_kronecker import WeightedKronecker
+from llmdistill.students.svd import useful_ranks
 from llmdistill.teachers.live import LoadedTeacher
 
 
@@ -59,27 +65,16 @@ def weigh(parts: CalibrationParts, settings: FactorizeConfig, method: str = "svd
             folder of saved factors holds something else.
     """
     check_factorization(settings, method)
-    reference, weighted = build_reference(parts.config), _NOTHING
+    reference = build_reference(parts.config)
     plan_embedding(reference, settings, method)
-    others: dict[str, Any] = {}  # factors that fit one size only
     if method == "svd":
-        weighted = _choose_checked_ranks(parts, settings)
-    else:
-        sizes = {
-            base_name(reference, name): size for name, size in plan_factors(reference, settings, method).sizes.items()
-        }
-        if sizes:
-            shapes, measurement = _matrix_shapes(reference), _make_measurement(parts, settings, method)
-            measurement.factors(shapes, sizes, lambda name, factors, _: others.update({name: factors}), parts.say)
-    if settings.embedding_rank is not None:
-        table = _make_measurement(parts, settings).table(settings.embedding_rank)
-        if table is not None:
-            others[base_name(reference, token_embedding(reference)[0])] = table
-    loss = weighted.predicted_loss + sum(factors.cost for factors in others.values())
-    return replace(weighted, others=others, predicted_loss=loss)
-
-
-_NOTHING = WeightedFactors(ranks={}, factors={}, predicted_loss=0.0)
+        return _choose_checked_ranks(parts, settings)
+    products: dict[str, WeightedKronecker] = {}
+    sizes = {base_name(reference, name): size for name, size in plan_factors(reference, settings, method).sizes.items()}
+    if sizes:
+        shapes, measurement = _matrix_shapes(reference), _make_measurement(parts, settings, method)
+        measurement.factors(shapes, sizes, lambda name, factors, _: products.update({name: factors}), parts.say)
+    return replace(NOTHING, others=products, predicted_loss=sum(factors.cost for factors in products.values()))
 
 
 def _make_measurement(parts: CalibrationParts, settings: FactorizeConfig, method: str = "svd") -> Measurement:
@@ -99,40 +94,79 @@ def _make_measurement(parts: CalibrationParts, settings: FactorizeConfig, method
 
 def _choose_checked_ranks(parts: CalibrationParts, settings: FactorizeConfig) -> WeightedFactors:
     """Choose the ranks as `weigh` does, and return them with their factors."""
-    factors, world = _make_factors(parts, settings), World.current()
-    checks = settings.allocation == "loss" and settings.calibration.held_out != 0
-    names: tuple[Allocation, ...] = ("loss", "uniform") if checks else (settings.allocation or "uniform",)
+    world, is_auto = World.current(), settings.embedding_rank == "auto"
+    tables: list[TableMoments] = []
+    has_table = is_auto or settings.table_rank is not None
+    factors = measure_factors(parts, settings, tables.append if has_table else None)
+    losses = _predict_losses(parts, settings, factors)
+    table = None
+    if has_table:
+        rank, (moments,) = settings.table_rank, tables
+        decompose = partial(nested_table if rank is None else partial(weighted_table, rank=rank), moments=moments)
+        table = _make_measurement(parts, settings).table(decompose)
 
-    def choose() -> dict[str, WeightedFactors]:
+    def choose(chosen: FactorizeConfig, table: WeightedTable | None) -> WeightedFactors:
+        # Factors are on rank 0 alone, so only it can choose ranks.
         if not world.is_main:
-            # Factors are on rank 0 alone, so only it can choose ranks.
-            return dict.fromkeys(names, _NOTHING)
-        return {name: choose_ranks(parts.config, replace(settings, allocation=name), factors) for name in names}
+            return NOTHING
+        weighted = choose_ranks(parts.config, chosen, factors, table)
+        if settings.allocation != "loss":
+            return weighted
+        known = {name: float(losses[name][rank]) for name, rank in weighted.ranks.items() if name in losses}
+        weighted = weighted.with_losses(known)
+        return choose_ranks(parts.config, chosen, weighted.factors, table) if chosen.allocation == "loss" else weighted
 
-    choices = on_every(choose)
-    if not checks:
-        return choices[names[0]]
-    teacher, (_, held_out) = parts.teacher(), parts.batches()
-    if not held_out or not (world.is_main or teacher.sharded):
-        return choices["loss"]
-    # The other ranks of a sharded teacher take part in its forward passes; without factors they lower no rank.
-    batches = split_batches(first_tokens(teacher.model, held_out), tokens_at_a_time(teacher.model))
-    divergence_by_choice = divergences(teacher.model, choices, batches)
-    return replace(
-        choices["loss" if divergence_by_choice["loss"] <= divergence_by_choice["uniform"] else "uniform"],
-        held_out=divergence_by_choice,
-    )
+    held_out = list[Batch]()
+    if settings.allocation == "loss" and settings.calibration.held_out != 0:
+        model = parts.teacher().model
+        held_out = split_batches(first_tokens(model, parts.batches()[1]), tokens_at_a_time(model))
+    dense, of_dense = replace(settings, embedding_rank=settings.table_rank), None if is_auto else table
+    if not held_out:
+        return on_every(partial(choose, dense, of_dense))
+
+    def measure(cuts: Mapping[str, WeightedFactors]) -> dict[str, float]:
+        # The other ranks of a sharded teacher take part in its forward passes; without factors they lower no rank.
+        teacher = parts.teacher()
+        return divergences(teacher.model, cuts, held_out) if world.is_main or teacher.sharded else {}
+
+    tried = {"loss": dense, "uniform": settings.with_one_rank()}
+    if is_auto:  # a large embedding may leave nothing of the target, unless it gets a lower rank too
+        reference = build_reference(parts.config)
+        tried = {name: chosen for name, chosen in tried.items() if _reaches(reference, chosen)}
+    choices = on_every(lambda: {name: choose(chosen, of_dense) for name, chosen in tried.items()})
+    divergence_by_choice = measure(choices)
+    if is_auto:
+        alone = choices["loss"].predicted_loss if "loss" in choices else 0.0
+        together = max(1.0, divergence_by_choice["loss"] / alone) if alone > 0 else 1.0
+        narrower = choose_with_table(table, partial(choose, settings), together, measure)
+        if narrower is not None:
+            choices["embedding"] = narrower
+            divergence_by_choice |= measure({"embedding": narrower})
+    if not world.is_main:
+        return NOTHING
+    best = min(divergence_by_choice, key=lambda name: divergence_by_choice[name])
+    return replace(choices[best], held_out=divergence_by_choice)
 
 
-def _make_factors(parts: CalibrationParts, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
-    """Return the factors of the matrices on rank 0, with costs that are corrected by predicted losses near the budget.
+def _reaches(reference: PreTrainedModel, settings: FactorizeConfig) -> bool:
+    """Return whether ranks of the layers' linears alone reach the target."""
+    try:
+        rank_budget(reference, settings) if settings.allocation == "loss" else _plan_ranks(reference, settings)
+    except UserError:
+        return False
+    return True
+
+
+def _predict_losses(
+    parts: CalibrationParts, settings: FactorizeConfig, factors: Mapping[str, WeightedSVD]
+) -> dict[str, Tensor]:
+    """Return the predicted loss of every rank of each matrix, on rank 0; empty if nothing needs it.
 
     Every rank must call this function.
     """
-    factors, world = measure_factors(parts, settings), World.current()
     # A folder must serve every allocation, so it gets the losses even if this run does not need them.
     if settings.allocation != "loss" and (parts.saved is None or settings.weighting != "gradients"):
-        return factors
+        return {}
     folder, losses = factors if isinstance(factors, SavedFactors) else None, dict[str, Tensor]()
 
     def are_known() -> bool:
@@ -147,23 +181,19 @@ def _make_factors(parts: CalibrationParts, settings: FactorizeConfig) -> Mapping
         losses = _make_measurement(parts, settings).predict_losses(factors, names)
         if folder is not None:
             folder.predicted_losses = losses
-    if settings.allocation != "loss":
-        return factors
-
-    def correct_costs() -> Mapping[str, WeightedSVD]:
-        if not world.is_main:
-            return factors
-        weighted = choose_ranks(parts.config, settings, factors)
-        return weighted.with_losses({name: float(losses[name][rank]) for name, rank in weighted.ranks.items()}).factors
-
-    return on_every(correct_costs)
+    return losses
 
 
-def measure_factors(parts: CalibrationParts, settings: FactorizeConfig) -> Mapping[str, WeightedSVD]:
+def measure_factors(
+    parts: CalibrationParts,
+    settings: FactorizeConfig,
+    keep_table: Callable[[TableMoments], object] | None = None,
+) -> Mapping[str, WeightedSVD]:
     """Return the factors of the matrices, on rank 0; every rank must call this function.
 
     Without a folder they are measured up to the ranks that the settings can need; with one up to the full rank, so that
-    they serve any size and form. Matrices that the folder holds are not measured again.
+    they serve any size and form. Matrices that the folder holds are not measured again. `keep_table` takes the moments
+    of the token embedding on every rank, for a rank of its own; a folder gets them in any case.
 
     Raises:
         UserError: see `weigh`.
@@ -178,13 +208,24 @@ def measure_factors(parts: CalibrationParts, settings: FactorizeConfig) -> Mappi
         planned = _plan_ranks(reference, settings)
         ranks = planned if parts.saved is None else ranks
     factors: dict[str, WeightedSVD] | SavedFactors = {}
+    wants_table = keep_table is not None or (parts.saved is not None and can_factorize_embedding(reference))
+    table: TableMoments | None = None
 
-    def open_folder() -> list[str]:
-        nonlocal factors
+    def open_folder() -> tuple[list[str], bool]:
+        nonlocal factors, table
         factors = factors if parts.saved is None else parts.saved()
-        return [name for name in ranks if name not in factors]
+        table = factors.table if isinstance(factors, SavedFactors) else None
+        return [name for name in ranks if name not in factors], table is not None
 
-    missing = on_main(open_folder)
+    def receive(moments: TableMoments) -> None:
+        nonlocal table
+        table = moments
+        if isinstance(factors, SavedFactors):  # at once, as it is measured in the first of the passes
+            factors.table = moments
+
+    missing, has_table = on_main(open_folder)
+    # An embedding that nobody asked for is only measured beside matrices, not in a pass of its own.
+    wants_table = wants_table and not has_table
     if parts.saved is not None:
         parts.say(f"{len(ranks) - len(missing)} of {len(ranks)} matrices are measured already")
     if missing:
@@ -193,7 +234,8 @@ def measure_factors(parts: CalibrationParts, settings: FactorizeConfig) -> Mappi
             factors[name] = replace(svd, seconds=seconds)
 
         measurement = _make_measurement(parts, settings)
-        measurement.factors(shapes, ranks, save, parts.say, set(ranks) - set(missing))
+        known, keep = set(ranks) - set(missing), receive if wants_table else None
+        measurement.factors(shapes, ranks, save, parts.say, known, keep)
 
         def check() -> None:
             if not any(name in factors for name in ranks):
@@ -202,24 +244,55 @@ def measure_factors(parts: CalibrationParts, settings: FactorizeConfig) -> Mappi
                 )
 
         on_main(check)
+    elif wants_table and keep_table is not None:
+        receive(_make_measurement(parts, settings).table_moments())
+    if keep_table is not None:
+        keep_table(cast(TableMoments, table))  # None on the other ranks if rank 0 read it
     return factors
 
 
 def choose_ranks(
-    config: PreTrainedConfig, settings: FactorizeConfig, factors: Mapping[str, WeightedSVD]
+    config: PreTrainedConfig,
+    settings: FactorizeConfig,
+    factors: Mapping[str, WeightedSVD],
+    table: WeightedTable | None = None,
 ) -> WeightedFactors:
     """Return the ranks of a teacher's matrices, as the settings and the factors decide them.
+
+    Args:
+        config: that of the teacher.
+        settings: size, allocation and form.
+        factors: the factors of the matrices.
+        table: the factors of the token embedding: of the rank in the settings, or of all if that is auto.
 
     Raises:
         UserError: the settings do not fit the model.
     """
-    reference, unranked = build_reference(config), WeightedFactors(ranks={}, factors=factors, predicted_loss=0.0)
+    reference, embedding = build_reference(config), dict[str, WeightedTable]()
+    if table is not None:
+        embedding = {base_name(reference, token_embedding(reference)[0]): table}
+    own = embedding if settings.table_rank is not None else {}
+    unranked = WeightedFactors(ranks={}, factors=factors, predicted_loss=0.0, others=own)
     if settings.allocation != "loss":
         return unranked.with_ranks(_plan_ranks(reference, settings))
     # The data never reach the others, so the cost of lowering their ranks is unknown.
     budget = rank_budget(reference, settings, [name for name in _matrix_shapes(reference) if name not in factors])
-    chosen = allocate(factors, budget, multiple=settings.rank_multiple, form=settings.stored_form)
-    return unranked.with_ranks({name: rank for name, rank in chosen.items() if rank is not None})
+    multiple, options = settings.rank_multiple, dict[str, Options]()
+    if settings.embedding_rank == "auto":
+        options = {name: _options_of_table(table, multiple) for name, table in embedding.items()}
+    chosen = allocate(factors, budget, multiple=multiple, form=settings.stored_form, others=options)
+    ranks = {name: rank for name, rank in chosen.items() if rank is not None}
+    lowered = {name: embedding[name].leading(ranks.pop(name)) for name in options if name in ranks}
+    return replace(unranked, others={**own, **lowered}).with_ranks(ranks)
+
+
+def _options_of_table(table: WeightedTable, multiple: RankMultiple) -> Options:
+    vocabulary, width = table.shape
+    ranks = useful_ranks(vocabulary, width, multiple)
+    return [
+        *((rank * (vocabulary + width), table.losses[rank], rank) for rank in ranks),
+        (vocabulary * width, 0.0, None),
+    ]
 
 
 def _matrix_shapes(reference: PreTrainedModel) -> dict[str, Shape]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -164,8 +164,17 @@ def check_calibration_data(weighting: str | None, data: object) -> None:
         raise UserError("nothing is measured on the calibration data: give weighting, or leave calibration out")
 
 
+Options: TypeAlias = list[tuple[int, float, int | None]]
+"""(parameters, predicted loss, rank or None for dense) of a matrix, by rising parameters."""
+
+
 def allocate(
-    factors: Mapping[str, WeightedSVD], budget: int, *, multiple: RankMultiple = 1, form: FactorForm = "plain"
+    factors: Mapping[str, WeightedSVD],
+    budget: int,
+    *,
+    multiple: RankMultiple = 1,
+    form: FactorForm = "plain",
+    others: Mapping[str, Options] = {},
 ) -> dict[str, int | None]:
     """Return ranks with which the predicted loss is nearly the lowest, and None for a matrix that stays dense.
 
@@ -179,8 +188,9 @@ def allocate(
         budget: the number of parameters of all matrices together, enough for the first ranks (`sizes.rank_budget`).
         multiple: ranks are multiples of this number, which auto chooses for each matrix.
         form: the form of the factors.
+        others: the options of what else shares the budget.
     """
-    options: dict[str, _Options] = {}
+    options = dict(others)
     for name, svd in factors.items():
         (m, n), costs = svd.shape, svd.costs()
         ranks = [rank for rank in useful_ranks(m, n, multiple, form) if rank <= len(svd.values)]
@@ -203,11 +213,7 @@ def allocate(
     return {name: options[name][number][2] for name, number in chosen.items()}
 
 
-_Options = list[tuple[int, float, int | None]]
-"""(parameters, predicted loss, rank or None for dense) of a matrix, by rising parameters."""
-
-
-def _list_steps(options: _Options, chosen: int, name: str) -> list[tuple[float, str, int, int]]:
+def _list_steps(options: Options, chosen: int, name: str) -> list[tuple[float, str, int, int]]:
     """List the steps from a choice as (negative saving per parameter, name, choice, next choice).
 
     The savings of plain ranks fall from step to step, so only the next rank and the dense matrix can be the best step.

@@ -34,6 +34,11 @@ class WeightedFactors:
         return self.others[name] if name in self.others else self.factors.get(name)
 
     @property
+    def table(self) -> WeightedTable | None:
+        """The factors of the token embedding; None if it stays dense, or is not weighted."""
+        return next((factors for factors in self.others.values() if isinstance(factors, WeightedTable)), None)
+
+    @property
     def tokens(self) -> int:
         """The number of tokens of the calibration data, over all ranks."""
         return max((factors.tokens for factors in self._iterate()), default=0)
@@ -88,6 +93,10 @@ class WeightedFactors:
         # A matrix that costs nothing at its rank gives no ratio, and keeps its own costs.
         ratios = {name: losses[name] / cost for name, cost in costs.items() if cost > 0 and losses[name] > 0}
         return replace(self, factors=RescaledFactors(self.factors, ratios)).with_ranks(self.ranks)
+
+
+NOTHING = WeightedFactors(ranks={}, factors={}, predicted_loss=0.0)
+"""Lowers no rank."""
 
 
 def held_at(factors: Mapping[str, WeightedSVD], device: torch.device) -> Mapping[str, WeightedSVD]:

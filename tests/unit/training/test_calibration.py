@@ -109,7 +109,7 @@ def same(one, other) -> bool:
 def test_one_measurement_serves_every_size_without_teacher_or_data(teacher, tmp_path, monkeypatch):
     kept = tmp_path / "kept"
     assert same(made(teacher, kept, **UNIFORM), made(teacher, **UNIFORM))
-    others = ({"target_params": "78%"}, {**UNIFORM, "rank": 7})
+    others = ({"target_params": "78%", "embedding_rank": "auto"}, {**UNIFORM, "rank": 7})
     own = [made(teacher, **other) for other in others]
 
     def fails(*_args, **_more):
@@ -121,16 +121,21 @@ def test_one_measurement_serves_every_size_without_teacher_or_data(teacher, tmp_
     assert same(made(teacher, kept, **others[1]), own[1])
     # Pivoted factors reach higher ranks, and a weighting by the inputs alone needs less than what is there.
     monkeypatch.undo()
-    others = ({**UNIFORM, "form": "pivoted", "rank": 12}, {**UNIFORM, "weighting": "activations"})
+    others = (
+        {**UNIFORM, "form": "pivoted", "rank": 12},
+        {**UNIFORM, "weighting": "activations"},
+        {**UNIFORM, "weighting": "activations", "embedding_rank": 5},
+    )
     own = [made(teacher, **other) for other in others]
     monkeypatch.setattr(HookSums, "count", fails)
-    assert [same(made(teacher, kept, **other), each) for other, each in zip(others, own, strict=True)] == [True] * 2
+    assert [same(made(teacher, kept, **other), each) for other, each in zip(others, own, strict=True)] == [True] * 3
 
 
 def test_a_measurement_that_was_interrupted_goes_on_and_ends_the_same(teacher, tmp_path, monkeypatch):
     """In passes over the data for few matrices each, as many as fit into the memory, and one for the costs."""
     small = {"micro_batch_size": 1, "memory": 40_000 / 2**30}
-    in_one_pass = made(teacher, calibration={"micro_batch_size": 1})
+    both = {"embedding_rank": 12, "target_params": "60%"}
+    in_one_pass = made(teacher, calibration={"micro_batch_size": 1}, **both)
     batches, kills, real = [], [], HookSums.count
 
     def count(sums, mask):
@@ -142,7 +147,7 @@ def test_a_measurement_that_was_interrupted_goes_on_and_ends_the_same(teacher, t
 
     monkeypatch.setattr(HookSums, "count", count)
     monkeypatch.setattr(measure, "KEEP_SECONDS", 0.0)
-    whole = made(teacher, calibration=small)
+    whole = made(teacher, calibration=small, **both)
     usual = len(batches)
     assert usual > 3 * 8, "there are several passes"
     assert same(whole, in_one_pass)
@@ -150,8 +155,8 @@ def test_a_measurement_that_was_interrupted_goes_on_and_ends_the_same(teacher, t
     kills += [4, 7, 13, usual - 8 + 3 + 3]  # two in the first pass, one in the second, and one in that for the costs
     while kills:
         with pytest.raises(KeyboardInterrupt):
-            made(teacher, tmp_path / "kept", calibration=small)
-    assert same(made(teacher, tmp_path / "kept", calibration=small), whole)
+            made(teacher, tmp_path / "kept", calibration=small, **both)
+    assert same(made(teacher, tmp_path / "kept", calibration=small, **both), whole)
     # Each batch of the moments was counted once, but for the three that kills interrupted; the costs began again.
     assert len(batches) == usual + 3 + 3
 

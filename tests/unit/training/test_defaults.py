@@ -45,6 +45,21 @@ def test_what_is_left_open_becomes_the_best_start(settings, expected):
     assert start_of(factorize) == expected
 
 
+def test_a_rank_of_the_embedding_by_predicted_losses_needs_them():
+    for given in (
+        {"rank": 4},
+        {"target_params": "60%", "allocation": "uniform"},
+        {"target_params": "60%", "weighting": "gradients"},
+    ):
+        with pytest.raises(ValueError, match="embedding_rank auto takes its share of target_params"):
+            FactorizeConfig(embedding_rank="auto", **given)
+    auto = FactorizeConfig(target_params="60%", embedding_rank="auto")
+    with pytest.raises(UserError, match="embedding_rank auto needs predicted losses, but no gradient"):
+        choose_start(auto, ReformerConfig(), 512)
+    with pytest.raises(UserError, match="needs calibration data"):
+        settle_compress(auto, "svd", LLAMA, has_data=False, max_length=512)
+
+
 @pytest.mark.parametrize("student", [{"model": "some/where"}, {"shape": "1x32x4"}, {"method": "kronecker"}], ids=str)
 def test_other_students_have_the_plain_settings(student):
     assert start_of(settle(config_of(**student), LLAMA).config.student.factorize) == PLAIN

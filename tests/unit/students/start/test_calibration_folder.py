@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from llmdistill.errors import UserError
 from llmdistill.students.start.calibration_folder import RECORD, SavedFactors
+from llmdistill.students.start.table_moments import TableMoments
 from llmdistill.students.start.weighted import WeightedSVD
 
 NAME = "layers.0.mlp.up_proj"
@@ -41,6 +43,24 @@ def test_factors_come_back_exactly_or_their_damaged_file_is_named(tmp_path):
     for file in files:
         with damage(file), pytest.raises(UserError, match=re.escape(str(file))):
             SavedFactors(folder, {"seed": 0})[NAME]
+
+
+def test_the_embedding_comes_back_for_the_weightings_that_it_serves(tmp_path):
+    vectors, matrices = torch.rand(2, 9), torch.rand(2, 4, 4)
+    full = TableMoments(
+        counts=vectors[0],
+        gradients=matrices[0],
+        head_inputs=matrices[1],
+        head_outputs=vectors[1],
+        tokens=10**9 + 1,
+    )
+    folders = {weighting: SavedFactors(tmp_path, {}, weighting) for weighting in ("activations", "gradients")}
+    assert folders["gradients"].table is None
+    folders["activations"].table = replace(full, gradients=None, head_outputs=None)
+    assert folders["gradients"].table is None
+    folders["gradients"].table = full
+    for weighting, expected in (("gradients", full), ("activations", replace(full, gradients=None, head_outputs=None))):
+        torch.testing.assert_close(vars(folders[weighting].table), vars(expected), rtol=0, atol=0)
 
 
 def test_a_folder_of_another_measurement_or_of_something_else_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.errors import UserError
 from llmdistill.models.families import base_name, layers_name
+from llmdistill.step.forward import TappedModel
 from llmdistill.students.convert import compress_model
 from llmdistill.students.counting import layer_linears
 from llmdistill.students.install import matrix, tied_heads, token_embedding
@@ -22,9 +24,9 @@ from llmdistill.students.start import sampled as module
 from llmdistill.students.start.cuts import cut, divergences, predict_losses
 from llmdistill.students.start.moments import measure_moments
 from llmdistill.students.start.sampled import Sampling, watch_reads
+from llmdistill.students.start.table_moments import measure_table
 from llmdistill.students.start.weigh import weigh
 from llmdistill.students.start.weighted import weighted_svd
-from llmdistill.students.start.weighted_embedding import measure_table
 
 from support import in_memory
 
@@ -242,6 +244,16 @@ def test_moments_of_embeddings_are_those_of_a_loop_over_tokens(model, factor):
     torch.testing.assert_close(found.head_outputs, (p * (1 - p)).sum(0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("model", [llama(tie_word_embeddings=True), llama()], ids=["tied", ""])
+def test_embedding_and_linears_are_measured_in_the_same_passes(model):
+    names, batches, together = list(layer_linears(model)), [make_batch(), make_batch(seed=5)], []
+    found = measure_moments(model, names, batches, Sampling(seed=3), keep_table=together.append)
+    (table,) = together
+    torch.testing.assert_close(vars(table), vars(measure_table(model, batches, Sampling(seed=3))))
+    alone = measure_moments(model, names, batches, Sampling(seed=3))
+    torch.testing.assert_close([vars(each) for each in found.values()], [vars(each) for each in alone.values()])
+
+
 # Cuts tried on the loaded model, against the students themselves and transformers' own forward pass.
 
 LENGTHS = (7, 4, 6, 7)
@@ -302,6 +314,30 @@ def test_a_cut_model_is_the_student(kind):
     assert found["this"] == pytest.approx(naive_divergence(student, model, TRIED), rel=1e-3)
     assert found["none"] == pytest.approx(0, abs=1e-6)
     assert not any(each._forward_hooks for each in model.modules())
+
+
+EMBEDDINGS = {
+    "tied": lambda: llama(tie_word_embeddings=True),
+    "untied": llama,
+    "gemma": partial(tiny_model, "gemma3_text", tie_word_embeddings=True, **SETTINGS),
+    "gpt2": MODELS["gpt2"],
+    "bert": MODELS["bert"],
+    "3 classes": MODELS["3 classes"],
+}
+
+
+@pytest.mark.parametrize("shortcut", [True, False], ids=["", "logits"])
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_a_cut_embedding_is_that_of_the_student(kind, shortcut, monkeypatch):
+    model, settings = shaken(EMBEDDINGS[kind]()).eval(), FactorizeConfig(embedding_rank=5, weighting="gradients")
+    weighted = weigh(in_memory(model, CALIBRATION), settings)
+    student = compress_model(model, settings, weighted=weighted).eval()
+    if not shortcut:  # as of an architecture whose logits may not be the output of its head
+        monkeypatch.setattr(TappedModel, "shortcut", property(lambda _: False, lambda *_: None), raising=False)
+    found = divergences(model, {"this": weighted, "none": replace(weighted, others={})}, TRIED)
+    assert found["this"] == pytest.approx(naive_divergence(student, model, TRIED), rel=1e-3)
+    assert found["this"] > 1e-3
+    assert found["none"] == pytest.approx(0, abs=1e-6)
 
 
 def naive_costs(student, model, batches):

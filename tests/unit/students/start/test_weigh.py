@@ -66,14 +66,15 @@ def naive_divergence(student, teacher, first=12):
 
 
 WEIGHED = {}
-"""By settings: several tests look at the same."""
+"""By model and settings: several tests look at the same."""
 BY_LOSS = {"target_params": "60%", "weighting": "gradients", "allocation": "loss"}
 
 
 def weighed(model, chosen, method="svd"):
-    if repr(chosen) not in WEIGHED:
-        WEIGHED[repr(chosen)] = weigh(in_memory(model, batches(8, 1), batches(4, 9)), chosen, method)
-    return WEIGHED[repr(chosen)]
+    key = model.config.vocab_size, repr(chosen)
+    if key not in WEIGHED:
+        WEIGHED[key] = weigh(in_memory(model, batches(8, 1), batches(4, 9)), chosen, method)
+    return WEIGHED[key]
 
 
 def student_of(model, method="svd", **given):
@@ -145,6 +146,63 @@ def test_layers_and_embedding_are_weighted_together(llama):
     assert found.predicted_loss == pytest.approx(of_linears + table.cost)
     student = compress_model(llama, chosen, weighted=found)
     assert naive_divergence(student, llama) < 0.7 * naive_divergence(student_of(llama, **size), llama)
+
+
+AUTO = {**BY_LOSS, "embedding_rank": "auto"}
+
+
+@pytest.fixture(scope="module")
+def wordy(llama):
+    """The same with a larger vocabulary, whose rows are nearly in a space of 12 dimensions."""
+    model = type(llama)(replaced(llama.config, vocab_size=160)).eval()
+    with torch.no_grad():
+        model.load_state_dict({k: v for k, v in llama.state_dict().items() if v.shape[0] != VOCABULARY}, strict=False)
+        directions = torch.linspace(2.0, 0.05, 32) * torch.where(torch.arange(32) < 12, 1.0, 0.1)
+        model.model.embed_tokens.weight.copy_(0.3 * torch.randn(160, 32) * directions @ random_rotation(32))
+    return model
+
+
+def replaced(config, **values):
+    return type(config)(**{**config.to_dict(), **values})
+
+
+def random_rotation(width):
+    return torch.linalg.qr(torch.randn(width, width, generator=torch.Generator().manual_seed(0)))[0]
+
+
+def test_embedding_and_linears_share_a_budget(wordy):
+    found = weighed(wordy, FactorizeConfig(**AUTO))
+    ((name, table),) = found.others.items()
+    assert name == "embed_tokens"
+    student, dense = (student_of(wordy, **given) for given in (AUTO, BY_LOSS))
+    assert student.model.embed_tokens.A.weight.shape == (160, table.rank)
+    room = int(0.6 * count_parameters(wordy)) - count_parameters(student)
+    assert 0 <= room < 80, "a rank of a linear costs more"
+    assert list(found.held_out) == ["loss", "uniform", "embedding"]
+    for name, each in (("embedding", student), ("loss", dense)):
+        assert found.held_out[name] == pytest.approx(naive_divergence(each, wordy), rel=1e-3)
+    # Among the nearest of all ranks of the embedding, each with the best ranks of the linears
+    others = [weighed(wordy, FactorizeConfig(**BY_LOSS, embedding_rank=rank)) for rank in range(8, 26, 3)]
+    assert found.held_out["embedding"] < 1.2 * min(other.held_out["loss"] for other in others)
+    assert found.held_out["embedding"] < 0.8 * found.held_out["loss"]
+
+
+def test_an_embedding_stays_dense_where_that_is_nearer_on_held_out_data_or_there_are_none(wordy, monkeypatch):
+    dense, chosen = weighed(wordy, FactorizeConfig(**BY_LOSS)), FactorizeConfig(**AUTO)
+    assert weigh(in_memory(wordy, batches(8, 1)), chosen).others == {}
+    given = {"loss": 1.0, "uniform": 2.0, "lower": 0.02, "higher": 0.01, "embedding": 3.0}
+    monkeypatch.setattr(module, "divergences", lambda _, cuts, *__: {name: given[name] for name in cuts})
+    found = weigh(in_memory(wordy, batches(8, 1), batches(4, 9)), chosen)
+    assert (found.others, found.ranks) == ({}, dense.ranks)
+
+
+def test_a_target_that_linears_alone_do_not_reach_is_reached_with_the_embedding(wordy):
+    given = {**AUTO, "target_params": "20%"}
+    with pytest.raises(UserError, match="out of reach"):
+        weigh(in_memory(wordy, []), FactorizeConfig(**{**given, "embedding_rank": None}))
+    student = student_of(wordy, **given)
+    assert count_parameters(student) <= 0.2 * count_parameters(wordy)
+    assert list(weighed(wordy, FactorizeConfig(**given)).held_out) == ["embedding"]
 
 
 def test_a_model_without_a_backward_pass_outside_of_training_is_refused():

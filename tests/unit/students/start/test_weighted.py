@@ -12,6 +12,7 @@ from llmdistill.errors import UserError
 from llmdistill.students.kronecker import KroneckerShape, nearest_kronecker
 from llmdistill.students.start import weighted_kronecker as module
 from llmdistill.students.start.moments import Moments
+from llmdistill.students.start.table_moments import TableMoments
 from llmdistill.students.start.weighted import (
     GRADIENT_DAMPING,
     INPUT_DAMPING,
@@ -20,7 +21,12 @@ from llmdistill.students.start.weighted import (
     weighted_svd,
     weighted_svds,
 )
-from llmdistill.students.start.weighted_embedding import COLUMN_DAMPING, ROW_DAMPING, TableMoments, weighted_table
+from llmdistill.students.start.weighted_embedding import (
+    COLUMN_DAMPING,
+    ROW_DAMPING,
+    nested_table,
+    weighted_table,
+)
 from llmdistill.students.start.weighted_factors import WeightedFactors
 from llmdistill.students.start.weighted_kronecker import WeightedKronecker, weighted_kronecker
 from llmdistill.students.svd import factor_params, largest_rank, useful_ranks
@@ -307,6 +313,19 @@ def test_no_gradient_descent_finds_a_better_table(gradients, tied):
     assert own == pytest.approx(found.cost, rel=1e-4)
     assert own <= by_descent(cost, V, D, 3) * 1.01
     assert own < 0.8 * cost(truncated(table.double(), 3))
+
+
+@pytest.mark.parametrize(("gradients", "tied"), [(True, True), (True, False), (False, False)])
+def test_one_decomposition_of_a_table_has_the_cost_of_every_rank(gradients, tied):
+    table, given = torch.randn(V, D), table_moments(gradients=gradients, tied=tied)
+    found, full = nested_table(table, given), table_metrics(given)
+    for rank in range(D + 1):
+        leading = found.leading(rank)
+        error = (table - leading.left @ leading.right).double()
+        assert leading.cost == pytest.approx(float(torch.einsum("vi,vij,vj->", error, full, error)), rel=1e-3, abs=1e-6)
+    best = weighted_table(table, given, 3)
+    assert best.cost <= found.leading(3).cost * 1.0001
+    assert found.leading(3).cost < 1.1 * best.cost
 
 
 def test_activations_weigh_each_use_by_its_share():
