@@ -7,6 +7,7 @@ import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig, ReformerConfig
 
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
+from llmdistill.config.student import QuantizeConfig
 from llmdistill.errors import UserError
 from llmdistill.training.defaults import RUN_FILE, choose_start, settle, settle_compress
 
@@ -58,6 +59,12 @@ def test_a_rank_of_the_embedding_by_predicted_losses_needs_them():
         choose_start(auto, ReformerConfig(), 512)
     with pytest.raises(UserError, match="needs calibration data"):
         settle_compress(auto, "svd", LLAMA, has_data=False, max_length=512)
+
+
+@pytest.mark.parametrize(("weights", "form"), [("int4", "plain"), ("int8", "pivoted")])
+def test_factors_of_four_bits_are_plain(weights, form):
+    config = config_of(factorize=FactorizeConfig(target_params="60%"), quantize=QuantizeConfig(weights=weights))
+    assert settle(config, LLAMA).config.student.factorize.form == form
 
 
 @pytest.mark.parametrize("student", [{"model": "some/where"}, {"shape": "1x32x4"}, {"method": "kronecker"}], ids=str)
