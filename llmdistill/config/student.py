@@ -54,9 +54,9 @@ class CalibrationConfig:
     folder: str | None = field(default=None, metadata=FREE)
     """Folder that keeps the measurement and the factors of every matrix. Students of another size, allocation or form
     (and, after gradients, of weighting activations) then need no other pass over the data, except for the held-out
-    examples. An interrupted measurement continues, even in the middle of a pass. The folder takes the
-    disk space of the statistics, and one and a half times the teacher's layers in fp32 for each weighting. Not for
-    Kronecker products. Default: no folder."""
+    examples. An interrupted measurement continues, even in the middle of a pass. The folder takes the disk space of the
+    statistics, and one and a half times the teacher's layers in fp32 for each weighting. Not for Kronecker products.
+    Default: no folder."""
 
     @property
     def count(self) -> int:
@@ -87,9 +87,9 @@ class FactorizeConfig:
     `llmdistill compress`) the shapes with the smallest error on the weights, estimated from three layers."""
     embedding_rank: EmbeddingRank | None = None
     """svd: also factorize the token embedding (and a head that is tied to it) to this rank. A weighting weights its
-    rows by how often their tokens occur, and with gradients also its columns. auto: the rank with which the student
-    stays nearest to its teacher for target_params, or none if the dense table is nearer on held-out data; it needs
-    allocation loss. Default: the table stays dense."""
+    rows by how often their tokens occur, and with gradients also its columns. auto (with allocation loss): the rank
+    with which a student of target_params is nearest to its teacher on held-out examples, unless the dense table is
+    nearer. Default: the table stays dense."""
     sigma: Literal["left", "balanced"] = field(
         default="left", metadata=replaces("student.factorize.form", by=("balanced",))
     )
@@ -144,6 +144,11 @@ class FactorizeConfig:
             raise ValueError(
                 "student.factorize.embedding_rank auto takes its share of target_params by the predicted loss: give "
                 "target_params, weighting gradients and allocation loss, or a number"
+            )
+        if self.embedding_rank == "auto" and self.calibration.checked == 0:
+            raise ValueError(
+                "student.factorize.embedding_rank auto is chosen on held-out calibration examples, and there are none: "
+                "raise student.factorize.calibration.held_out, or give a number"
             )
         if self.form == "pivoted" and self.sigma != "left":
             raise ValueError(

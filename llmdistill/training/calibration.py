@@ -373,15 +373,11 @@ def _report(folder: Path, settings: FactorizeConfig, factors: WeightedFactors, s
 
 def _print_allocation(factors: WeightedFactors, *, aside: bool = False) -> None:
     """Print which allocation the check on held-out data chose, if there was one."""
-    words = {
-        "loss": "ranks by predicted loss",
-        "uniform": "one rank",
-        "embedding": "a narrower token embedding",
-    }
+    names = {"loss": "ranks by predicted loss", "uniform": "one rank", "embedding": "a narrower embedding"}
     found = factors.held_out
-    if factors.table is not None:
-        words["embedding"] += f" (rank {factors.table.rank} of {factors.table.widest})"
     if found:
-        figures = ", ".join(f"{found[key]:.4g} with {name}" for key, name in words.items() if key in found)
-        best = words[min(found, key=lambda key: found[key])]
+        figures = ", ".join(f"{found[key]:.4g} with {name}" for key, name in names.items() if key in found)
+        best = {"loss": "the ranks", "uniform": "one rank"}.get(min(found, key=lambda key: found[key]))
+        if best is None and factors.table is not None:
+            best = f"rank {factors.table.rank} of {factors.table.widest} for the embedding"
         say(f"Student     nats a token from its teacher on held-out data: {figures}; it takes {best}", aside=aside)

@@ -136,7 +136,7 @@ def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys, monkeypatc
     captured = capsys.readouterr()
     told = json.loads(captured.out.splitlines()[-1])
     found = re.search(r"on held-out data: (\S+) with ranks by predicted loss, (\S+) with one rank", captured.err)
-    chosen = "ranks by predicted loss" if float(found[1]) <= float(found[2]) else "one rank"
+    chosen = "the ranks" if float(found[1]) <= float(found[2]) else "one rank"
     assert f"it takes {chosen}" in captured.err
     assert len(loaded) == 1  # the teacher, once
     student = AutoModelForCausalLM.from_pretrained(output)

@@ -54,6 +54,9 @@ def test_a_rank_of_the_embedding_by_predicted_losses_needs_them():
     ):
         with pytest.raises(ValueError, match="embedding_rank auto takes its share of target_params"):
             FactorizeConfig(embedding_rank="auto", **given)
+    for data in ({"held_out": 0}, {"examples": 7}):
+        with pytest.raises(ValueError, match="embedding_rank auto is chosen on held-out calibration examples"):
+            FactorizeConfig(target_params="60%", embedding_rank="auto", calibration=CalibrationConfig(**data))
     auto = FactorizeConfig(target_params="60%", embedding_rank="auto")
     with pytest.raises(UserError, match="embedding_rank auto needs predicted losses, but no gradient"):
         choose_start(auto, ReformerConfig(), 512)
