@@ -120,7 +120,8 @@ def save_apart(model: PreTrainedModel) -> None:
     """
     kinds = FactorizedLinear | FactorizedEmbedding | LowRankStack
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
-    factors = [f"{name}.{key}" for name, module in modules for key, _ in module.named_parameters()]
+    # Some conversions name a module (q_proj), others the weight that it no longer has (q_proj.weight).
+    factors = [f"{name}.{key}" for name, module in modules for key in ("weight", *dict(module.named_parameters()))]
     conversions = _saving_conversions(model)
     apart = [entry for entry in conversions if not (isinstance(entry, WeightConverter) and _renames(entry, factors))]
     if len(apart) < len(conversions):

@@ -142,21 +142,22 @@ def names_in(folder):
     {"ranks": {"*.self_attn.q_proj": 4, "*.self_attn.v_proj": 4, "*.mlp.[uf]*": 4}},  # the others stay dense
     {"shapes": {"*": "8x4", "*.self_attn.k_proj": "4x8", "*.mlp.[gf]*": "4x8"}},
 ], ids=["ranks", "some dense", "shapes"])  # fmt: skip
-@pytest.mark.parametrize("name", ["gte", "jina_embeddings_v3", "nomic_bert"])
+@pytest.mark.parametrize("name", ["gte", "jina_embeddings_v3", "nomic_bert", "hrm_text"])
 def test_matrices_that_transformers_joins_may_have_factors_of_any_size(tmp_path, name, of_linears):
     teacher = shrunk_model(name)
+    auto = AutoModelForCausalLM if name == "hrm_text" else AutoModelForMaskedLM
     teacher.save_pretrained(tmp_path / "teacher")
-    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "teacher")
+    model = auto.from_pretrained(tmp_path / "teacher")
     student = compress_model(model, FactorizeConfig(**of_linears), "kronecker" if "shapes" in of_linears else "svd")
     for folder in ("once", "twice"):
         student.save_pretrained(tmp_path / folder)
-        loaded, info = AutoModelForMaskedLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        loaded, info = auto.from_pretrained(tmp_path / folder, output_loading_info=True)
         assert not any(info.values()), info
         assert torch.equal(outputs(loaded), outputs(student))
         student = loaded
     export_dense(tmp_path / "twice", tmp_path / "dense")
     assert names_in(tmp_path / "dense") == names_in(tmp_path / "teacher")
-    torch.testing.assert_close(outputs(AutoModelForMaskedLM.from_pretrained(tmp_path / "dense")), outputs(student))
+    torch.testing.assert_close(outputs(auto.from_pretrained(tmp_path / "dense")), outputs(student))
 
 
 @pytest.mark.parametrize("name", ["gte", "jina_embeddings_v3", "nomic_bert"])
