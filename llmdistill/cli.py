@@ -131,7 +131,7 @@ def compress(arguments: Sequence[str]) -> None:
     from llmdistill.models.configs import load_config
     from llmdistill.students.counting import build_reference, count_parameters  # after --help, as it loads torch
     from llmdistill.students.reconstruction import by_kind
-    from llmdistill.students.sizes import describe_params, describe_ranks
+    from llmdistill.students.sizes import chosen_ranks, describe_params, describe_ranks
     from llmdistill.students.speed import describe_speed
     from llmdistill.tasks.distance import Distance
     from llmdistill.training.defaults import LEAST_EXAMPLES, settle_compress, starts_by_data
@@ -174,7 +174,7 @@ def compress(arguments: Sequence[str]) -> None:
         chosen = {**weighting, **result["settings"]} if "settings" in result else settings
         squares: dict[str, tuple[float, float]] = {}
         distance: list[Distance] = []
-        student = llmdistill.compress(
+        llmdistill.compress(
             parsed.model,
             method=parsed.method,
             output=parsed.output,
@@ -183,11 +183,15 @@ def compress(arguments: Sequence[str]) -> None:
             **chosen,
             **limits,
         )
-        params = count_parameters(build_reference(student.config))  # the data may have decided the ranks
+        made = load_config(parsed.output)  # the data may have decided the ranks
+        reference = build_reference(made)
+        params = count_parameters(reference)
         result |= {"student_params": params, "ratio": params / result["teacher_params"]}
+        if isinstance(result.get("ranks"), str):
+            result |= chosen_ranks(reference)
         if parsed.json:
             result |= {"lost": by_kind(squares), "distance": asdict(distance[0]) if distance else None}
-        slower = describe_speed(student.config)
+        slower = describe_speed(made)
         if slower is not None:
             result["speed"] = slower
     if parsed.candidates and parsed.json:

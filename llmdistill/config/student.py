@@ -15,8 +15,8 @@ FactorForm = Literal["plain", "pivoted"]
 """Ways to store a product of a low rank."""
 RankMultiple = int | Literal["auto"]
 """The number of which ranks are multiples; auto chooses it by the shape of the matrix."""
-EmbeddingRank = int | Literal["auto"]
-"""The rank of the token embedding; auto chooses it by the predicted loss."""
+EmbeddingRank = int | Literal["auto", "dense"]
+"""The rank of the token embedding; auto chooses it by the predicted loss, dense keeps the table."""
 
 _OTHER_SIZES = replaces(*(f"student.factorize.{name}" for name in ("rank", "ranks", "target_params", "shapes")))
 _NO_SEARCH = replaces("student.factorize.allocation", "student.factorize.max_flops")
@@ -85,11 +85,12 @@ class FactorizeConfig:
     """Largest number of parameters of the student: a number (690000000), a short form (0.69B, 77.25M) or a share of the
     teacher's (62%). svd takes the largest ranks that fit, by `allocation` and rank_multiple; kronecker (only in
     `llmdistill compress`) the shapes with the smallest error on the weights, estimated from three layers."""
-    embedding_rank: EmbeddingRank | None = None
+    embedding_rank: EmbeddingRank | None = field(default=None, metadata=earlier_default(None))
     """svd: also factorize the token embedding (and a head that is tied to it) to this rank. A weighting weights its
     rows by how often their tokens occur, and with gradients also its columns. auto (with allocation loss): the rank
-    with which a student of target_params is nearest to its teacher on held-out examples, unless the dense table is
-    nearer. Default: the table stays dense."""
+    with which a student of target_params is nearest to its teacher on held-out examples, if that is nearer by a tenth
+    than with the dense table. dense: the table stays as it is. Default: auto if target_params is set and weighting is
+    not, else dense."""
     sigma: Literal["left", "balanced"] = field(
         default="left", metadata=replaces("student.factorize.form", by=("balanced",))
     )

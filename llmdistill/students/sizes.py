@@ -216,13 +216,25 @@ def describe_params(sizes: Mapping[str, Any]) -> str:
     return f"{limit}{sizes['student_params']:,}"
 
 
+def chosen_ranks(student: PreTrainedModel) -> dict[str, Any]:
+    """Return the ranks of a student for which data have chosen them, under the keys of `summarize`.
+
+    The student needs no weights, but the config that its folder has.
+    """
+    form: dict[str, Any] = getattr(student.config, "quantization_config", {})
+    names = {base_name(student, name): name for name, _ in student.named_modules()}
+    ranks = {names.get(name, name): rank for name, rank in form.get("modules", {}).items()}
+    return {"ranks": ranks, "embedding_rank": form.get("embedding_rank")}
+
+
 def describe_ranks(sizes: Mapping[str, Any]) -> str:
-    """Describe the ranks in what `summarize` returns, such as "576 to 640"; "" without any."""
+    """Describe the ranks in what `summarize` returns, such as "576 to 640, of the embedding 512"; "" without any."""
     ranks: str | Mapping[str, int] = sizes.get("ranks") or ""
     if isinstance(ranks, str):
         return ranks
-    least, most = min(ranks.values()), max(ranks.values())
-    return str(least) if least == most else f"{least} to {most}"
+    least, most, embedding = min(ranks.values()), max(ranks.values()), sizes.get("embedding_rank")
+    text = str(least) if least == most else f"{least} to {most}"
+    return text if embedding is None else f"{text}, of the embedding {embedding}"
 
 
 def rank_budget(model: PreTrainedModel, settings: FactorizeConfig, dense: Collection[str] = ()) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from llmdistill.step.teacher import Teacher
 from llmdistill.students.importance import Importance, measure_importance
 from llmdistill.students.shapes import teacher_layers
 from llmdistill.students.start.calibration_folder import SavedFactors
+from llmdistill.students.start.embedding_rank import LEAST_GAIN, nearest_choice
 from llmdistill.students.start.weigh import CalibrationParts, weigh
 from llmdistill.students.start.weighted import GRADIENT_DAMPING, INPUT_DAMPING
 from llmdistill.students.start.weighted_factors import WeightedFactors
@@ -377,7 +379,10 @@ def _print_allocation(factors: WeightedFactors, *, aside: bool = False) -> None:
     found = factors.held_out
     if found:
         figures = ", ".join(f"{found[key]:.4g} with {name}" for key, name in names.items() if key in found)
-        best = {"loss": "the ranks", "uniform": "one rank"}.get(min(found, key=lambda key: found[key]))
+        chosen = nearest_choice(found)
+        best = {"loss": "the ranks", "uniform": "one rank"}.get(chosen)
         if best is None and factors.table is not None:
             best = f"rank {factors.table.rank} of {factors.table.widest} for the embedding"
+        elif found.get("embedding", math.inf) < found[chosen]:
+            best = f"{best}, as narrowing the embedding would save less than {LEAST_GAIN:.0%}"
         say(f"Student     nats a token from its teacher on held-out data: {figures}; it takes {best}", aside=aside)

@@ -16,6 +16,7 @@ from llmdistill.errors import UserError
 from llmdistill.methods import METHODS
 from llmdistill.models.families import is_causal
 from llmdistill.students.counting import build_reference, layer_stacks
+from llmdistill.students.install import can_factorize_embedding
 from llmdistill.students.start.sampled import WITHOUT_GRADIENTS
 from llmdistill.students.start.weighted import check_calibration_data
 
@@ -90,8 +91,8 @@ def choose_start(
     why: str | None = None
     if teacher.model_type in WITHOUT_GRADIENTS:
         weighting, why = "activations", f"no gradient comes back through the layers of {teacher.model_type}"
-    spends = settings.target_params is not None and why is None
-    if spends and layer_stacks(build_reference(teacher)):
+    spends, reference = settings.target_params is not None and why is None, build_reference(teacher)
+    if spends and layer_stacks(reference):
         spends, why = False, f"the experts of {teacher.model_type} are stacks of matrices, which nothing measures"
     calibration = settings.calibration
     if calibration.examples is None:
@@ -102,6 +103,8 @@ def choose_start(
     # coefficients amplify what is lost of the pivots: SmolLM2's student of 80 % was 10 nats away from its teacher.
     is_plain = settings.sigma == "balanced" or weights == "int4"
     best: dict[str, Any] = {"allocation": "loss", "form": "plain" if is_plain else "pivoted"}
+    if settings.allocation != "uniform" and calibration.checked > 0 and can_factorize_embedding(reference):
+        best["embedding_rank"] = "auto"
     chosen = {key: value for key, value in best.items() if spends and getattr(settings, key) is None}
     return _fill(replace(settings, weighting=weighting, calibration=calibration, **chosen), {}), why
 
@@ -129,6 +132,7 @@ def settle_compress(
 
 def _describe(settings: FactorizeConfig, why: str | None) -> str:
     start = f"weighting {settings.weighting}, allocation {settings.allocation}, form {settings.form}"
+    start += ", embedding_rank auto" if settings.embedding_rank == "auto" else ""
     of_data = settings.calibration.data or "the training set"
     reason = "" if why is None else f"; {why}"
     return (

@@ -26,7 +26,7 @@ from llmdistill.runtime.engine import learning_rate, monitor_of
 from llmdistill.runtime.terminal import print_main, warn_main
 from llmdistill.step.teacher import AsyncTeacher
 from llmdistill.students.counting import build_reference, count_parameters
-from llmdistill.students.sizes import describe_params, describe_ranks
+from llmdistill.students.sizes import chosen_ranks, describe_params, describe_ranks
 from llmdistill.students.speed import describe_speed
 from llmdistill.tasks.base import TaskData
 from llmdistill.tasks.scores import ScoreBook
@@ -167,7 +167,7 @@ def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = 
         "ratio": params / plan.models.sizes["teacher_params"],
     }
     if isinstance(sizes.get("ranks"), str):
-        sizes["ranks"] = reference.config.quantization_config["modules"]
+        sizes |= chosen_ranks(reference)
         made = f"{describe_params(sizes)} parameters ({sizes['ratio']:.0%})"
         print_main(f"Student     {made}, rank {describe_ranks(sizes)}")
     plan = replace(plan, models=replace(plan.models, sizes=sizes))

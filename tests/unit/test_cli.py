@@ -142,6 +142,8 @@ def test_compress_tells_the_size_that_the_data_gave(tmp_path, capsys, monkeypatc
     student = AutoModelForCausalLM.from_pretrained(output)
     assert told["student_params"] == sum(parameter.numel() for parameter in student.parameters())
     assert 0.399 < told["ratio"] <= 0.4
+    factors = {name: value for name, value in student.state_dict().items() if name.endswith(".A.weight")}
+    assert told["ranks"] == {name.removesuffix(".A.weight"): len(value) for name, value in factors.items()}
     kinds = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert told["lost"].keys() <= kinds
     assert all(0 < each["lost"] < 1 for each in told["lost"].values())

@@ -10,6 +10,17 @@ from llmdistill.runtime.distributed import on_every, on_main
 from llmdistill.students.start.weighted_embedding import WeightedTable
 from llmdistill.students.start.weighted_factors import NOTHING, WeightedFactors
 
+LEAST_GAIN = 0.1
+"""The share of the divergence that a narrower embedding must save. The rows of rare tokens pay for it, so texts of
+another kind lose more: SmolLM2's student of 80 % was 3 % nearer to its teacher on held-out chats, and as much nearer
+after training, but farther on WikiText-2; that of 60 % was 17 % nearer, and nearer on all texts after training."""
+
+
+def nearest_choice(divergences: Mapping[str, float]) -> str:
+    """Return the choice with the least divergence, which is "embedding" only if it saves LEAST_GAIN."""
+    paid = {key: value / (1 - LEAST_GAIN) if key == "embedding" else value for key, value in divergences.items()}
+    return min(paid, key=lambda key: paid[key])
+
 
 def choose_with_table(
     table: WeightedTable | None,

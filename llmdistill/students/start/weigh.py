@@ -23,7 +23,7 @@ from llmdistill.students.install import can_factorize_embedding, token_embedding
 from llmdistill.students.sizes import check_factorization, plan_embedding, plan_factors, rank_budget
 from llmdistill.students.start.calibration_folder import SavedFactors
 from llmdistill.students.start.cuts import divergences
-from llmdistill.students.start.embedding_rank import choose_with_table
+from llmdistill.students.start.embedding_rank import choose_with_table, nearest_choice
 from llmdistill.students.start.measure import Measurement, first_tokens
 from llmdistill.students.start.sampled import graph_tokens, tokens_at_a_time
 from llmdistill.students.start.table_moments import TableMoments
@@ -144,8 +144,7 @@ def _choose_checked_ranks(parts: CalibrationParts, settings: FactorizeConfig) ->
             divergence_by_choice |= measure({"embedding": narrower})
     if not world.is_main:
         return NOTHING
-    best = min(divergence_by_choice, key=lambda name: divergence_by_choice[name])
-    return replace(choices[best], held_out=divergence_by_choice)
+    return replace(choices[nearest_choice(divergence_by_choice)], held_out=divergence_by_choice)
 
 
 def _reaches(reference: PreTrainedModel, settings: FactorizeConfig) -> bool:

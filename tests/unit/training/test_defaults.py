@@ -13,12 +13,13 @@ from llmdistill.training.defaults import RUN_FILE, choose_start, settle, settle_
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 LLAMA = LlamaConfig(**SIZES)
-BEST = ("gradients", "loss", "pivoted", 128)
-PLAIN = ("none", "uniform", "plain", 512)
+BEST = ("gradients", "loss", "pivoted", "auto", 128)
+PLAIN = ("none", "uniform", "plain", None, 512)
 
 
 def start_of(settings: FactorizeConfig) -> tuple[object, ...]:
-    return settings.weighting, settings.allocation, settings.form, settings.calibration.examples
+    of_matrices = (settings.weighting, settings.allocation, settings.form)
+    return *of_matrices, settings.embedding_rank, settings.calibration.examples
 
 
 def config_of(folder=None, **student) -> RunConfig:
@@ -30,15 +31,22 @@ def config_of(folder=None, **student) -> RunConfig:
     ("settings", "expected"),
     [
         ({"target_params": "60%"}, BEST),
-        ({"rank": 4}, ("gradients", "uniform", "plain", 128)),
-        ({"target_params": "60%", "sigma": "balanced"}, ("gradients", "loss", "plain", 128)),
-        ({"target_params": "60%", "form": "plain"}, ("gradients", "loss", "plain", 128)),
-        ({"target_params": "60%", "allocation": "uniform"}, ("gradients", "uniform", "pivoted", 128)),
-        ({"target_params": "60%", "calibration": CalibrationConfig(examples=7)}, (*BEST[:3], 7)),
+        ({"rank": 4}, ("gradients", "uniform", "plain", None, 128)),
+        ({"target_params": "60%", "sigma": "balanced"}, ("gradients", "loss", "plain", "auto", 128)),
+        ({"target_params": "60%", "form": "plain"}, ("gradients", "loss", "plain", "auto", 128)),
+        ({"target_params": "60%", "allocation": "uniform"}, ("gradients", "uniform", "pivoted", None, 128)),
+        ({"target_params": "60%", "embedding_rank": "dense"}, (*BEST[:3], "dense", 128)),
+        ({"target_params": "60%", "embedding_rank": 9}, (*BEST[:3], 9, 128)),
+        ({"target_params": "60%", "calibration": CalibrationConfig(examples=8)}, (*BEST[:4], 8)),
+        # Without held-out examples nothing can check a narrower embedding.
+        ({"target_params": "60%", "calibration": CalibrationConfig(examples=7)}, (*BEST[:3], None, 7)),
         # Who names a weighting gets that one, and nothing else that is not named.
         ({"target_params": "60%", "weighting": "none"}, PLAIN),
-        ({"target_params": "60%", "weighting": "gradients"}, ("gradients", "uniform", "plain", 512)),
-        ({"target_params": "60%", "weighting": "gradients", "allocation": "loss"}, ("gradients", "loss", "plain", 512)),
+        ({"target_params": "60%", "weighting": "gradients"}, ("gradients", "uniform", "plain", None, 512)),
+        (
+            {"target_params": "60%", "weighting": "gradients", "allocation": "loss"},
+            ("gradients", "loss", "plain", None, 512),
+        ),
     ],
 )
 def test_what_is_left_open_becomes_the_best_start(settings, expected):
@@ -85,10 +93,10 @@ def test_a_model_that_cannot_have_it_gets_the_next_best_and_the_run_says_why():
     moe = Qwen3MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=16, num_experts_per_tok=1)
     factorize = FactorizeConfig(target_params="60%")
     settled = settle(config_of(factorize=factorize), moe)
-    assert start_of(settled.config.student.factorize) == ("gradients", "uniform", "plain", 128)
+    assert start_of(settled.config.student.factorize) == ("gradients", "uniform", "plain", None, 128)
     assert "stacks of matrices" in settled.notes[0]
     chosen, why = choose_start(factorize, ReformerConfig(), 512)
-    assert start_of(chosen) == ("activations", "uniform", "plain", 128)
+    assert start_of(chosen) == ("activations", "uniform", "plain", None, 128)
     assert "no gradient" in why
 
 
@@ -97,7 +105,11 @@ def test_a_model_that_cannot_have_it_gets_the_next_best_and_the_run_says_why():
     [
         ({"weighting": "none", "allocation": "uniform", "form": "plain", "calibration": {"examples": 512}}, PLAIN),
         ({}, PLAIN),  # of a version before these settings
-        ({"weighting": "gradients", "allocation": "loss"}, ("gradients", "loss", "plain", 512)),
+        (
+            {"weighting": "gradients", "allocation": "loss", "form": "pivoted", "embedding_rank": None},
+            (*BEST[:3], None, 512),  # of a version that left the embedding dense
+        ),
+        ({"weighting": "gradients", "allocation": "loss"}, ("gradients", "loss", "plain", None, 512)),
     ],
 )
 def test_a_run_goes_on_with_the_start_that_it_has_recorded(tmp_path, recorded, expected):
@@ -113,7 +125,7 @@ def test_compress_weights_only_by_data():
     assert start_of(settle_compress(settings, "svd", LLAMA, has_data=False, **more)) == PLAIN
     named = FactorizeConfig(target_params="60%", weighting="gradients")
     weighted = settle_compress(named, "svd", LLAMA, has_data=True, **more)
-    assert start_of(weighted) == ("gradients", "uniform", "plain", 512)
+    assert start_of(weighted) == ("gradients", "uniform", "plain", None, 512)
     by_loss = FactorizeConfig(target_params="60%", allocation="loss")
     with pytest.raises(UserError, match="needs calibration data"):
         settle_compress(by_loss, "svd", LLAMA, has_data=False, **more)

@@ -187,13 +187,16 @@ def test_embedding_and_linears_share_a_budget(wordy):
     assert found.held_out["embedding"] < 0.8 * found.held_out["loss"]
 
 
-def test_an_embedding_stays_dense_where_that_is_nearer_on_held_out_data_or_there_are_none(wordy, monkeypatch):
+def test_an_embedding_stays_dense_where_a_narrower_one_saves_little_or_nothing_is_held_out(wordy, monkeypatch):
     dense, chosen = weighed(wordy, FactorizeConfig(**BY_LOSS)), FactorizeConfig(**AUTO)
     assert weigh(in_memory(wordy, batches(8, 1)), chosen).others == {}
-    given = {"loss": 1.0, "uniform": 2.0, "lower": 0.02, "higher": 0.01, "embedding": 3.0}
-    monkeypatch.setattr(module, "divergences", lambda _, cuts, *__: {name: given[name] for name in cuts})
-    found = weigh(in_memory(wordy, batches(8, 1), batches(4, 9)), chosen)
-    assert (found.others, found.ranks) == ({}, dense.ranks)
+    given = {"loss": 1.0, "uniform": 2.0, "lower": 0.02, "higher": 0.01}
+    for of_embedding, kinds in ((3.0, 0), (0.95, 0), (0.85, 1)):  # it must save a tenth
+        found_by = {**given, "embedding": of_embedding}
+        monkeypatch.setattr(module, "divergences", lambda _, cuts, *__, by=found_by: {name: by[name] for name in cuts})
+        found = weigh(in_memory(wordy, batches(8, 1), batches(4, 9)), chosen)
+        assert len(found.others) == kinds
+        assert (found.ranks == dense.ranks) == (kinds == 0)
 
 
 def test_a_target_that_linears_alone_do_not_reach_is_reached_with_the_embedding(wordy):
