@@ -261,12 +261,13 @@ def rank_budget(model: PreTrainedModel, settings: FactorizeConfig, dense: Collec
         smallest += factor_params(m, n, useful_ranks(m, n, multiple)[0])
     if smallest > budget:
         rank, remedy = (1, "") if multiple == "auto" else (multiple, "lower rank_multiple, ")
-        if settings.embedding_rank is None:
+        if settings.embedding_rank in (None, "dense"):
             remedy += "factorize the token embedding too (embedding_rank auto), "
+        remedy += "or raise the target" if remedy else "raise the target"
         what = f"every linear but {', '.join(dense)}, which the calibration data never run" if dense else "every linear"
         raise UserError(
             f"target_params {settings.target_params} is out of reach: rank {rank} for {what}, the smallest "
-            f"allocation, has {smallest + fixed:,} parameters; {remedy}or raise the target"
+            f"allocation, has {smallest + fixed:,} parameters; {remedy}"
         )
     return budget
 
