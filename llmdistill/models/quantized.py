@@ -321,6 +321,11 @@ class FewBits(StudentForm):
     def finish(self, model: PreTrainedModel, settings: QuantizeConfig, state: Mapping[str, Tensor]) -> None:
         quantize(model, settings)
 
+    def needs_plain_factors(self, settings: QuantizeConfig) -> bool:
+        # The coefficients amplify what is lost of the pivots: SmolLM2's trained student of 80 % was 9.5 nats away from
+        # itself, and 0.31 with dense matrices.
+        return settings.weights == "int4"
+
     def export_settings(self, to: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**given, "weights": to}
 

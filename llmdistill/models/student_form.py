@@ -87,6 +87,10 @@ class StudentForm:
         `state` is what was trained, of every parameter or, with `trains_alone`, of this form's.
         """
 
+    def needs_plain_factors(self, settings: Any) -> bool:
+        """Return whether pivoted factors lose too much in this form, so that `llmdistill export` writes others."""
+        return False
+
     def export_settings(self, to: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the settings by name with which a model is exported `to` one of `exports`."""
         return given

@@ -16,6 +16,7 @@ from llmdistill.config.command_line import with_values
 from llmdistill.config.strict import did_you_mean
 from llmdistill.embedded import locate
 from llmdistill.errors import UserError
+from llmdistill.messages import say
 from llmdistill.models.companions import save_model
 from llmdistill.models.configs import load_config
 from llmdistill.models.forms import exported_forms, read_settings, saved_form
@@ -26,6 +27,7 @@ from llmdistill.serving.dense import Describe, export_dense
 from llmdistill.serving.fidelity import compare, outputs_of, read_rows
 from llmdistill.serving.gguf_export import GgufSettings, export_gguf
 from llmdistill.serving.onnx_export import export_onnx
+from llmdistill.students.convert import replace_pivots
 from llmdistill.students.counting import count_parameters
 from llmdistill.students.speed import describe_speed
 from llmdistill.training.inputs import Model, save_with_tokenizer
@@ -121,6 +123,8 @@ def export_in_form(
     with new_proven_folder(out_dir) as folder:
         model = load_model(student_dir, dtype="auto", head="saved")
         exact = outputs_of(model, rows)
+        if form.needs_plain_factors(target.settings) and replace_pivots(model):
+            say(f"Note        pivoted factors do not survive {to}, so they become plain ones, or dense if smaller")
         form.finish(model, target.settings, model.state_dict())
         save_model(model, folder, student_dir)
         params = count_parameters(model)

@@ -44,6 +44,7 @@ from llmdistill.students.shapes import (
 from llmdistill.students.sizes import check_factorization, plan_embedding, plan_factors, summarize
 from llmdistill.students.start.weighted import check_calibration_data
 from llmdistill.students.start.weighted_factors import WeightedFactors
+from llmdistill.students.svd import largest_rank
 
 
 @torch.no_grad()
@@ -161,6 +162,24 @@ def compress_in_place(
     factorization = choose_sizes(model, settings, method, device=device, weighted=weighted)
     factorize(model, factorization, sigma=settings.sigma, device=device, weighted=weighted, lost=lost)
     model.train(model.training)  # the new modules too
+
+
+def replace_pivots(model: PreTrainedModel) -> bool:
+    """Give a student plain factors of the same products where it has pivoted ones, or dense matrices where those are
+    smaller, in place; return whether it had any."""
+    config: Any = getattr(model.config, "quantization_config", None)
+    if getattr(config, "method", None) != "pivoted":
+        return False
+    ranks, embedding = dict(config.modules), config.embedding_rank
+    merge(model)
+    plain, reference = {}, build_reference(model.config)
+    for name, (m, n) in layer_linears(reference).items():
+        rank = ranks.get(base_name(reference, name))
+        if rank is not None and rank <= largest_rank(m, n):
+            plain[name] = rank
+    if plain or embedding is not None:
+        compress_in_place(model, FactorizeConfig(ranks=plain or None, embedding_rank=embedding))
+    return True
 
 
 def choose_sizes(

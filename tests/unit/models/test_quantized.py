@@ -366,6 +366,15 @@ def test_gpt2_whose_loading_reads_products_is_rounded(tmp_path, factors):
     )
 
 
+@pytest.mark.parametrize(("to", "method"), [("int4", "svd"), ("int8", "pivoted")])
+def test_only_an_export_of_four_bits_has_no_pivots(tmp_path, to, method):
+    model_of(factors="pivoted").save_pretrained(tmp_path / "student")
+    llmdistill.export(tmp_path / "student", tmp_path / "small", to=to)
+    config = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    assert (config["method"], config["quantize"]["weights"]) == (method, to)
+    load_model(tmp_path / "small", dtype="auto", head="saved")
+
+
 def test_what_has_no_linears_or_too_many_words_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"GPT2LMHeadModel has no nn.Linear in its layers"):
         fake_quantize(tiny_model("gpt2"), INT4)

@@ -12,7 +12,8 @@ from llmdistill.batch import Batch
 from llmdistill.config import FactorizeConfig
 from llmdistill.config.student import StudentConfig
 from llmdistill.errors import UserError
-from llmdistill.students.convert import compress_model, factorize, make_student
+from llmdistill.students.convert import compress_model, factorize, make_student, replace_pivots
+from llmdistill.students.counting import layer_linears
 from llmdistill.students.importance import measure_importance
 from llmdistill.students.install import matrix
 from llmdistill.students.kronecker import KroneckerShape, nearest_kronecker
@@ -71,6 +72,23 @@ def test_dtype_is_kept_and_computed_finer():
     low_rank = student.get_submodule(name)
     # One rounding to bf16 (half of 2⁻⁷) and no more; an SVD in bf16 would be off by far more.
     torch.testing.assert_close(low_rank.A.weight.T.abs().float(), (u * s)[:, :8].abs(), rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("embedding_rank", [None, 20])
+def test_pivots_give_way_to_plain_factors_of_the_same_products(kind, embedding_rank):
+    others = {"llama": {"*.[kv]_proj": 15}, "gpt2": {"*.c_attn": 30}, "bert": {}}[kind]
+    ranks = {"*.0.*": 5, **others, "*": 23}  # plain factors of these others would be larger than the matrices
+    given = FactorizeConfig(ranks=ranks, form="pivoted", embedding_rank=embedding_rank)
+    model = compress_model(tiny(kind), given).eval()
+    before, ids = copy.deepcopy(model), torch.arange(24).view(2, 12)
+    assert replace_pivots(model)
+    factors = {name for name, module in model.named_modules() if isinstance(module, LowRankLinear)}
+    heads = {"lm_head", "cls.predictions.decoder"}
+    assert len(factors - heads) == sum(".0." in name for name in layer_linears(tiny(kind)))
+    assert hasattr(model.get_input_embeddings(), "A") == (embedding_rank is not None)
+    torch.testing.assert_close(model(input_ids=ids)[0], before(input_ids=ids)[0], rtol=0, atol=1e-4)
+    assert not replace_pivots(model), "it has none"
 
 
 def test_a_config_shared_with_the_teacher_is_left_alone():
