@@ -34,7 +34,7 @@ from llmdistill.errors import UserError
 from llmdistill.models.families import FAMILIES, family_of, is_causal, shape_of
 from llmdistill.models.load import load_model
 from llmdistill.students.counting import build_reference, count_parameters, layer_linears, layer_stacks
-from llmdistill.students.install import is_factorized
+from llmdistill.students.install import can_factorize_embedding, is_factorized, token_embedding
 
 STEPS = ("svd", "full rank", "gradients", "loss", "kd", "makd", "export")
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
@@ -137,7 +137,9 @@ class Job:
     def full_rank(self) -> None:
         reference = build_reference(AutoConfig.from_pretrained(self.teacher))
         shapes = layer_linears(reference) | {name: shape for name, (_, shape) in layer_stacks(reference).items()}
-        student = llmdistill.compress(self.teacher, ranks={name: min(shape) for name, shape in shapes.items()})
+        embedding = min(token_embedding(reference)[1].weight.shape) if can_factorize_embedding(reference) else None
+        ranks = {name: min(shape) for name, shape in shapes.items()}
+        student = llmdistill.compress(self.teacher, ranks=ranks, embedding_rank=embedding)
         check_equal(logits_of(student), logits_of(self.model), "full rank", 1e-3)
 
     def gradients(self) -> None:
@@ -148,6 +150,7 @@ class Job:
             target_params=self.target(),
             weighting="gradients",
             allocation=allocation,
+            embedding_rank=8 if can_factorize_embedding(reference) else None,
             calibration={"data": rows(self.causal), "examples": 8, "held_out": 2},
             output=self.base / "weighted",
         )
