@@ -171,20 +171,31 @@ def _make_like(dense: nn.Module, make: Callable[..., FactorizedLinear], size: Si
 
 
 def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
-    """Return the name and module of the model's token embedding. Raises UserError if it does more than look up rows."""
-    embedding = model.get_input_embeddings()
+    """Return the name and module of the model's token embedding, which can be factorized.
+
+    Raises UserError if it does more than look up rows and multiply them by a number, or if another module has the
+    table.
+    """
+    embedding, remedy = model.get_input_embeddings(), "leave embedding_rank and embedding_columns out"
     if scale_of_rows(embedding) is None:
         raise UserError(
             f"the token embedding of {type(model).__name__} is a {type(embedding).__name__}, only an nn.Embedding, "
-            "plain or with a factor, can be factorized; leave embedding_rank and embedding_columns out"
+            f"plain or with a factor, can be factorized; {remedy}"
         )
-    return next(name for name, module in model.named_modules() if module is embedding), cast(nn.Embedding, embedding)
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    owner = model.get_expanded_tied_weights_keys(all_submodels=False).get(f"{name}.weight")
+    if owner is not None:
+        raise UserError(f"the token embedding of {type(model).__name__} is a part of {owner}; {remedy}")
+    return name, cast(nn.Embedding, embedding)
 
 
 def can_factorize_embedding(model: PreTrainedModel) -> bool:
-    """Return whether the token embedding only looks up rows, or multiplies them by a number: what can be factorized."""
-    embedding = model.get_input_embeddings()
-    return embedding is not None and scale_of_rows(embedding) is not None
+    """Return whether `token_embedding` finds one."""
+    try:
+        token_embedding(model)
+    except UserError:
+        return False
+    return True
 
 
 def scale_of_rows(embedding: nn.Module) -> float | None:

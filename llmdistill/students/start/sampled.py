@@ -160,7 +160,7 @@ def run_sampled(
         try:
             with torch.set_grad_enabled(gradients), _recomputing(again, sums):
                 loss = _make_sampled_loss(tapped, batch, sampling.seed, sums.add_probabilities)
-                if gradients and not loss.requires_grad:  # WITHOUT_GRADIENTS
+                if gradients and (model.config.model_type in WITHOUT_GRADIENTS or not loss.requires_grad):
                     raise UserError(
                         f"no gradient comes back through the layers of {type(model).__name__} outside of training: set "
                         "weighting to activations, and allocation to uniform"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from shrunk import shrunk_model
 from tiny import random_student, tiny_config
 from transformers import (
     AutoConfig,
@@ -21,7 +22,7 @@ from llmdistill.config import FactorizeConfig
 from llmdistill.config.command_line import with_values
 from llmdistill.errors import UserError
 from llmdistill.students.counting import build_reference, count_parameters
-from llmdistill.students.install import install
+from llmdistill.students.install import can_factorize_embedding, install
 from llmdistill.students.sizes import describe_params, parse_target, plan_factors, rank_budget, summarize
 
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -230,6 +231,13 @@ def test_a_tied_head_of_an_encoder_cannot_stay_dense(auto):
     settings = FactorizeConfig(shapes={"*.layer.*": "2x2", "cls.predictions.decoder": "dense"}, embedding_columns=4)
     with pytest.raises(UserError, match=r"cls\.predictions\.decoder to stay dense, but it is tied"):
         plan_factors(meta(tiny_config("bert"), auto), settings, "kronecker")
+
+
+def test_an_embedding_whose_table_another_module_has_stays_dense():
+    model = shrunk_model("prophetnet as a decoder")
+    assert not can_factorize_embedding(model)
+    with pytest.raises(UserError, match=r"is a part of prophetnet\.word_embeddings\.weight; leave embedding_rank"):
+        plan_factors(model, FactorizeConfig(rank=4, embedding_rank=4))
 
 
 def test_out_of_reach_target_names_a_range_that_is_reachable():

@@ -211,8 +211,9 @@ def test_a_target_that_linears_alone_do_not_reach_is_reached_with_the_embedding(
 def test_a_model_without_a_backward_pass_outside_of_training_is_refused():
     """Reformer's layers are reversible, and write down what their backward pass needs in training mode alone."""
     source = in_memory(shrunk_model("reformer as a decoder"), batches(1, 1))
-    with pytest.raises(UserError, match=r"no gradient comes back .* set weighting to activations"):
-        weigh(source, FactorizeConfig(rank=8, weighting="gradients"))
+    for embedding_rank in (None, 8):
+        with pytest.raises(UserError, match=r"no gradient comes back .* set weighting to activations"):
+            weigh(source, FactorizeConfig(rank=8, weighting="gradients", embedding_rank=embedding_rank))
     assert weigh(source, FactorizeConfig(rank=8, weighting="activations")).ranks is not None
 
 
