@@ -88,9 +88,9 @@ class FactorizeConfig:
     embedding_rank: EmbeddingRank | None = field(default=None, metadata=earlier_default(None))
     """svd: also factorize the token embedding (and a head that is tied to it) to this rank. A weighting weights its
     rows by how often their tokens occur, and with gradients also its columns. auto (with allocation loss): the rank
-    with which a student of target_params is nearest to its teacher on held-out examples, if that is nearer by a tenth
-    than with the dense table. dense: the table stays as it is. Default: auto if target_params is set and weighting is
-    not, else dense."""
+    with which a student of target_params is nearest to its teacher on held-out examples; the table stays dense unless
+    this saves a tenth of the divergence. dense: the table stays as it is. Default: auto if target_params is set and
+    weighting is not, else dense."""
     sigma: Literal["left", "balanced"] = field(
         default="left", metadata=replaces("student.factorize.form", by=("balanced",))
     )

@@ -183,9 +183,9 @@ def token_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding]:
             f"plain or with a factor, can be factorized; {remedy}"
         )
     name = next(name for name, module in model.named_modules() if module is embedding)
-    owner = model.get_expanded_tied_weights_keys(all_submodels=False).get(f"{name}.weight")
+    owner = model.get_expanded_tied_weights_keys().get(f"{name}.weight")
     if owner is not None:
-        raise UserError(f"the token embedding of {type(model).__name__} is a part of {owner}; {remedy}")
+        raise UserError(f"the token embedding of {type(model).__name__} shares its table with {owner}; {remedy}")
     return name, cast(nn.Embedding, embedding)
 
 

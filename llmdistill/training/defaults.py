@@ -91,20 +91,22 @@ def choose_start(
     why: str | None = None
     if teacher.model_type in WITHOUT_GRADIENTS:
         weighting, why = "activations", f"no gradient comes back through the layers of {teacher.model_type}"
-    spends, reference = settings.target_params is not None and why is None, build_reference(teacher)
-    if spends and layer_stacks(reference):
-        spends, why = False, f"the experts of {teacher.model_type} are stacks of matrices, which nothing measures"
     calibration = settings.calibration
     if calibration.examples is None:
         calibration = replace(calibration, examples=usual_examples(max_length))
-    if settings.embedding_rank == "auto" and not spends:
-        raise UserError(f"embedding_rank auto needs predicted losses, but {why}: give a number, or leave it out")
     # In four bits pivoted factors lose two to three times as much of their product as plain ones, since the
     # coefficients amplify what is lost of the pivots: SmolLM2's student of 80 % was 10 nats away from its teacher.
     is_plain = settings.sigma == "balanced" or weights == "int4"
     best: dict[str, Any] = {"allocation": "loss", "form": "plain" if is_plain else "pivoted"}
-    if settings.allocation != "uniform" and calibration.checked > 0 and can_factorize_embedding(reference):
-        best["embedding_rank"] = "auto"
+    spends = settings.target_params is not None and why is None
+    if spends:
+        reference = build_reference(teacher)
+        if layer_stacks(reference):
+            spends, why = False, f"the experts of {teacher.model_type} are stacks of matrices, which nothing measures"
+        elif settings.allocation != "uniform" and calibration.checked > 0 and can_factorize_embedding(reference):
+            best["embedding_rank"] = "auto"
+    if settings.embedding_rank == "auto" and not spends:
+        raise UserError(f"embedding_rank auto needs predicted losses, but {why}: give a number, or leave it out")
     chosen = {key: value for key, value in best.items() if spends and getattr(settings, key) is None}
     return _fill(replace(settings, weighting=weighting, calibration=calibration, **chosen), {}), why
 

@@ -18,8 +18,8 @@ after training, but farther on WikiText-2; that of 60 % was 17 % nearer, and nea
 
 def nearest_choice(divergences: Mapping[str, float]) -> str:
     """Return the choice with the least divergence, which is "embedding" only if it saves LEAST_GAIN."""
-    paid = {key: value / (1 - LEAST_GAIN) if key == "embedding" else value for key, value in divergences.items()}
-    return min(paid, key=lambda key: paid[key])
+    raised = {key: value / (1 - LEAST_GAIN) if key == "embedding" else value for key, value in divergences.items()}
+    return min(raised, key=lambda key: raised[key])
 
 
 def choose_with_table(
