@@ -54,12 +54,12 @@ def test_a_server_that_dies_costs_no_step(tiny_teacher, launch, whole, words, tm
     with serving(tiny_teacher) as dying:
         dying.lives = 1 + 20  # the check asks one
         # No step is due before the end, and on busy cores even a server that lives may take seconds.
-        lost = ("--train.save_every", "5", "--teacher.wait", "20")
+        lost = ("--train.save_every", "5", "--teacher.wait", "10")
         done = launch(*words(dying.url), *more, *lost, *folder, ranks=ranks, code=ServerLost.code)
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     (step,) = saved_steps(tmp_path / "run")
     assert step in (1, 2)  # the answers of a step and the next one come in any order
-    assert said.startswith(f"error: teacher.url {dying.url}: the server has not answered for 20 s")
+    assert said.startswith(f"error: teacher.url {dying.url}: the server has not answered for 10 s")
     assert said.endswith(f"start it again; step {step} is saved, and the same command goes on from there")
     refused = launch(*words(), *more, *folder, "--teacher.top_k", "19", code=2)
     assert "teacher.top_k was 20 and is now 19" in refused.stderr

@@ -60,10 +60,10 @@ def test_a_server_that_dies_costs_no_step(untrained, launch, whole, settings, tm
     words = (*settings, *OWN, "--output_dir", str(tmp_path / "run"), "--data.rollout.url")
     with serving(untrained) as dying:
         dying.lives = 20  # answers, of 8 a step
-        lost = ("--train.save_every", "5", "--data.rollout.wait", "20")
+        lost = ("--train.save_every", "5", "--data.rollout.wait", "10")
         done = launch(*words, dying.url, *lost, ranks=ranks, code=ServerLost.code)
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert said.startswith(f"error: data.rollout.url {dying.url}: the server has not answered for 20 s")
+    assert said.startswith(f"error: data.rollout.url {dying.url}: the server has not answered for 10 s")
     assert said.endswith("start it again; step 2 is saved, and the same command goes on from there")
     with serving(untrained) as again:
         launch(*words, again.url, ranks=ranks)

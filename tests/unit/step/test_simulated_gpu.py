@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).resolve().parents[1] / "simulated_gpu.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "simulated_gpu.py"
 
 
 @pytest.fixture(scope="module")
