@@ -21,6 +21,8 @@ from llmdistill.models.load import has_checkpointing
 from llmdistill.models.rounding import bits_of
 
 if TYPE_CHECKING:  # the help shows the table without waiting for torch
+    from transformers import PreTrainedConfig
+
     from llmdistill.methods import Method
     from llmdistill.tasks.base import Task
     from llmdistill.training.resolved import RunModels
@@ -71,6 +73,12 @@ def _is_bare(plan: PlanFacts) -> bool:
     bare = MODEL_MAPPING_NAMES.get(models.teacher.model_type, "")  # several of Funnel
     is_bare = (models.teacher.architectures or [""])[0] in ({bare} if isinstance(bare, str) else bare)
     return is_bare and not models.causal and plan.teacher_plan is None and plan.task.head is None
+
+
+def _is_pivoted(student: PreTrainedConfig) -> bool:
+    """Whether the config of a student, saved or planned, names pivoted factors."""
+    saved = getattr(student, "quantization_config", None) or {}
+    return (saved if isinstance(saved, dict) else saved.to_dict()).get("method") == "pivoted"
 
 
 def _list_sharded(config: RunConfig) -> list[str]:
@@ -293,6 +301,13 @@ GIVEN_FEW_BIT_STUDENT = Condition(
     of_plan=lambda plan: plan.config.student.model is not None and bits_of(plan.models.student) is not None,
     detail=lambda plan: str(bits_of(plan.models.student)),
 )
+INT4_STUDENT = Condition(
+    typed="`student.quantize.weights int4`",
+    of_config=lambda run: run.student.quantize.weights == "int4",
+)
+PIVOTED_STUDENT = Condition(
+    typed="a student with pivoted factors", of_plan=lambda plan: _is_pivoted(plan.models.student)
+)
 STUDENT_WITH_OWN_MASKS = Condition(
     typed="a student that makes its own attention mask",
     of_plan=lambda plan: has_own_masks(plan.models.student),
@@ -411,6 +426,11 @@ CLASHES: dict[tuple[Condition, Condition], str] = {
     (FEW_BIT_STUDENT, KRONECKER_STUDENT): (
         "student.quantize.weights {student.quantize.weights}: torchao rounds linears, and Kronecker factors are none: "
         "take student.method svd"
+    ),
+    # The coefficients amplify what is lost of the pivots; see `FewBits.needs_plain_factors`.
+    (INT4_STUDENT, PIVOTED_STUDENT): (
+        "student.quantize.weights int4: pivoted factors do not survive four bits: take int8, or student.factorize.form "
+        "plain; a student.model that has them can learn in int4 after `llmdistill export --to dense`"
     ),
     (FEW_BIT_STUDENT, ADAPTERS): (
         "student.quantize.weights {student.quantize.weights} trains the weights as they round, and student.lora.rank "

@@ -87,6 +87,9 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "shape": {"student.shape": "1x16x4"},
     "Kronecker": {"student.method": "kronecker", "student.factorize.shapes": {"*": "2x2"}},
     "adapters": {"student.lora.rank": 2},
+    "int4": {"student.quantize.weights": "int4"},
+    "pivoted": {"student.method": "svd", "student.factorize.rank": 2, "student.factorize.form": "pivoted"},
+    "pivoted given student": {"student.model": "{pivoted}"},
     "few bits": {"student.quantize.weights": "int8"},
     "weighted": {"student.factorize.weighting": "gradients"},
     "calibration data": {"student.factorize.calibration.data": "{text}", "student.factorize.weighting": "none"},
@@ -187,6 +190,7 @@ EXAMPLES: dict[tuple[Condition, Condition], tuple[str, ...]] = {
     (rules.SEVERAL_TEACHERS, rules.ANOTHER_TOKENIZER): ("several", "another tokenizer"),
     (rules.TEACHERS_OF_ROWS, rules.NOT_INSTRUCTIONS): ("text of a decoder", "rows"),
     (rules.GIVEN_FEW_BIT_STUDENT, rules.TRAINING): ("few-bit given student",),
+    (rules.INT4_STUDENT, rules.PIVOTED_STUDENT): ("int4", "pivoted given student"),
     (rules.TENSOR_PARALLEL_TEACHER, rules.LAYERS_COMPARED): ("cut teacher", "makd"),
     (rules.TENSOR_PARALLEL_TEACHER, rules.SEQUENCES_COMPARED): ("classes", "cut teacher"),
     (rules.TENSOR_PARALLEL_TEACHER, rules.SEVERAL_TEACHERS): ("several", "cut teacher"),
@@ -244,10 +248,12 @@ def files(tmp_path_factory) -> dict[str, str]:
         BertConfig(vocab_size=len(TOKENS), **sizes, architectures=[architecture]).save_pretrained(folder / name)
         save_tokenizer(folder / name, TOKENS)
     words = load_tokenizer(locate("embedded:teacher"))
+    pivoted = {"quant_method": "llmdistill", "method": "pivoted", "modules": {"layers.0.mlp.up_proj": 2}}
     few = {"quant_method": "llmdistill", "quantize": {"weights": "int8"}}
     for name, kind, changes in (
         ("decoder", "llama", {}),
         ("bits", "llama", {"quantization_config": few}),
+        ("pivoted", "llama", {"quantization_config": pivoted}),
         ("masks", "gpt_neox", {}),
         ("plain", "openai-gpt", {}),
     ):
@@ -290,7 +296,7 @@ def can_be_typed(names: Sequence[str]) -> bool:
     of_data = [one for one in settings if one in DATA.values()]
     keys = [key for one in settings for key in one if one not in of_data or not key.startswith(("method", "teacher"))]
     models = [str(value) for one in settings for key, value in one.items() if key.endswith(".model")]
-    decoders = {"{decoder}", "{other}", "{bits}", "{masks}", "{plain}"} & {*models}
+    decoders = {"{decoder}", "{other}", "{bits}", "{pivoted}", "{masks}", "{plain}"} & {*models}
     encoders = any(name in DATA and "decoder" not in name and name != "instructions" for name in names)
     return len(keys) == len({*keys}) and not (decoders and (encoders or {*models} - decoders - {"{teacher}"}))
 
