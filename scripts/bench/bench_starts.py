@@ -155,7 +155,7 @@ class Bench:
     def factors(self, weighting: str) -> SavedFactors:
         """Return the factors of all matrices by a weighting; they are measured once and kept in the output's folder."""
         calibration = {key: getattr(self.options, key) for key in ("calibration", "examples", "length")}
-        kept = SavedFactors(self.folder / weighting, {"weighting": weighting, **calibration})
+        kept = SavedFactors(self.folder / weighting, {"weighting": weighting, **calibration}).claim()
         if weighting != "none":
             # Pivoted factors have the largest ranks, which serve both forms.
             settings = FactorizeConfig(weighting=weighting, form="pivoted", rank=1)

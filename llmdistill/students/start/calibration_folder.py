@@ -94,29 +94,42 @@ class SavedFactors(Mapping[str, WeightedSVD]):
     """The factors in a folder, by the name of the matrix in the base model; a matrix is read on access."""
 
     def __init__(self, folder: Path, record: Mapping[str, Any], weighting: str = "gradients") -> None:
-        """Claim a folder for what `record` describes, in plain JSON values; create the folder if necessary.
+        """Open a folder for what `record` describes, in plain JSON values; nothing is written before `claim`.
 
         `weighting` is that of the factors; each has a folder of its own.
+
+        Raises:
+            UserError: the folder holds something else.
+        """
+        self.folder, self._factors, self._record = folder, folder / weighting, record
+        self._table, self._gradients = folder / f"table{_SUFFIX}", weighting == "gradients"
+        self._is_recorded()
+
+    def _is_recorded(self) -> bool:
+        """Whether the folder holds statistics of this record. Raises a UserError if it holds something else."""
+        folder, remedy = self.folder, "choose another folder, or null to keep nothing"
+        subject = f"student.factorize.calibration.folder {folder}"
+        old = read_record(folder / RECORD, remedy=remedy)
+        if old is None and folder.exists() and not (folder.is_dir() and is_unused(folder)):
+            raise UserError(f"{subject} is not empty and holds no statistics; {remedy}")
+        subject = f"{subject}: it holds statistics of another measurement"
+        compare_records(old, self._record, subject=subject, remedy=remedy)
+        return old is not None
+
+    def claim(self) -> SavedFactors:
+        """Create the folder if necessary and record what it is for, before anything is kept in it; return itself.
 
         Leftovers of killed processes are removed; other processes may use the folder at the same time.
 
         Raises:
             UserError: the folder holds something else.
         """
-        self.folder, self._factors = folder, folder / weighting
-        self._table, self._gradients = folder / f"table{_SUFFIX}", weighting == "gradients"
-        remedy = "choose another folder, or null to keep nothing"
-        subject = f"student.factorize.calibration.folder {folder}"
-        old = read_record(folder / RECORD, remedy=remedy)
-        if old is None and folder.exists() and not (folder.is_dir() and is_unused(folder)):
-            raise UserError(f"{subject} is not empty and holds no statistics; {remedy}")
-        subject = f"{subject}: it holds statistics of another measurement"
-        compare_records(old, record, subject=subject, remedy=remedy)
-        if old is None:
-            write_json(folder / RECORD, record)
-        for path in (folder, self._factors, folder / "sums"):
+        if not self._is_recorded():
+            write_json(self.folder / RECORD, self._record)
+        for path in (self.folder, self._factors, self.folder / "sums"):
             path.mkdir(exist_ok=True)
             remove_abandoned(path)
+        return self
 
     def __setitem__(self, name: str, factors: WeightedSVD) -> None:
         """Write the factors of a matrix; a file of this name is replaced when the new one is complete."""

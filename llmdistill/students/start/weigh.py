@@ -227,12 +227,15 @@ def measure_factors(
     wants_table = wants_table and not has_table
     if parts.saved is not None:
         parts.say(f"{len(ranks) - len(missing)} of {len(ranks)} matrices are measured already")
+    wants_table_alone = not missing and wants_table and keep_table is not None
+    if missing or wants_table_alone:
+        measurement = _make_measurement(parts, settings)  # reads the data: if it cannot, the folder stays free
+        on_main(lambda: factors.claim() if isinstance(factors, SavedFactors) else None)
     if missing:
 
         def save(name: str, svd: WeightedSVD, seconds: float) -> None:
             factors[name] = replace(svd, seconds=seconds)
 
-        measurement = _make_measurement(parts, settings)
         known, keep = set(ranks) - set(missing), receive if wants_table else None
         measurement.factors(shapes, ranks, save, parts.say, known, keep)
 
@@ -243,8 +246,8 @@ def measure_factors(
                 )
 
         on_main(check)
-    elif wants_table and keep_table is not None:
-        receive(_make_measurement(parts, settings).table_moments())
+    elif wants_table_alone:
+        receive(measurement.table_moments())
     if keep_table is not None:
         keep_table(cast(TableMoments, table))  # None on the other ranks if rank 0 read it
     return factors

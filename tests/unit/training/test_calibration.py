@@ -179,6 +179,13 @@ def test_a_folder_is_only_for_what_was_measured(teacher, tmp_path):
     assert same(made(named, tmp_path / "named", **UNIFORM), made(named, tmp_path / "named", **UNIFORM))
 
 
+def test_data_that_cannot_be_read_leave_the_folder_free(teacher, tmp_path):
+    broken = tmp_path / "rows.jsonl"
+    broken.write_text('{"prompt": "", "completion": "a"}\n')
+    refuses("is empty", made, teacher, tmp_path / "kept", calibration={"data": str(broken)}, **UNIFORM)
+    assert not (tmp_path / "kept").exists()
+
+
 def test_rows_that_a_run_holds_out_are_not_calibrated_on():
     words = ["--recipe", "quickstart", "--ds_config", "zero2", "--data.valid", "null", "--data.tests", "{}"]
     words += ["--data.held_out", "60", "--student.factorize.calibration.examples", "2000"]

@@ -30,7 +30,7 @@ def factors() -> WeightedSVD:
 
 def test_factors_come_back_exactly_or_their_damaged_file_is_named(tmp_path):
     folder, put = tmp_path / "a" / "b", factors()
-    kept = SavedFactors(folder, {"seed": 0})
+    kept = SavedFactors(folder, {"seed": 0}).claim()
     assert NAME not in kept
     with pytest.raises(KeyError):
         kept[NAME]
@@ -54,7 +54,7 @@ def test_the_embedding_comes_back_for_the_weightings_that_it_serves(tmp_path):
         head_outputs=vectors[1],
         tokens=10**9 + 1,
     )
-    folders = {weighting: SavedFactors(tmp_path, {}, weighting) for weighting in ("activations", "gradients")}
+    folders = {weighting: SavedFactors(tmp_path, {}, weighting).claim() for weighting in ("activations", "gradients")}
     assert folders["gradients"].table is None
     folders["activations"].table = replace(full, gradients=None, head_outputs=None)
     assert folders["gradients"].table is None
@@ -65,7 +65,8 @@ def test_the_embedding_comes_back_for_the_weightings_that_it_serves(tmp_path):
 
 def test_a_folder_of_another_measurement_or_of_something_else_is_refused(tmp_path):
     SavedFactors(tmp_path / "kept", {"seed": 0})
-    with pytest.raises(UserError, match="of another measurement: seed was 0 and is now 1"):
+    SavedFactors(tmp_path / "kept", {"seed": 2}).claim()
+    with pytest.raises(UserError, match="of another measurement: seed was 2 and is now 1"):
         SavedFactors(tmp_path / "kept", {"seed": 1})
     (tmp_path / "file").write_bytes(b"")
     for other in (tmp_path, tmp_path / "file"):
@@ -74,14 +75,14 @@ def test_a_folder_of_another_measurement_or_of_something_else_is_refused(tmp_pat
 
 
 def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_path, monkeypatch):
-    kept, during = SavedFactors(tmp_path, {}), []
+    kept, during = SavedFactors(tmp_path, {}).claim(), []
 
     def save(tensors, path, words):
         own = path.parent
         dead = own.with_name(f"{own.name[:-13]}abcdefgh.part")  # nobody has locked it
         dead.mkdir()
         (dead / path.name).write_bytes(b"half")
-        SavedFactors(tmp_path, {})
+        SavedFactors(tmp_path, {}).claim()
         during.extend(each.name for each in own.parent.iterdir() if each.is_dir())
         save_file(tensors, path, words)
 
@@ -94,7 +95,7 @@ def test_what_a_kill_has_left_is_removed_and_what_is_being_written_is_not(tmp_pa
 
 
 def test_factors_that_are_there_after_a_kill_have_their_entry(tmp_path, monkeypatch):
-    kept, write = SavedFactors(tmp_path, {}), os.replace
+    kept, write = SavedFactors(tmp_path, {}).claim(), os.replace
 
     def killed(part, file):
         if str(file).endswith(f"{NAME}.json"):
