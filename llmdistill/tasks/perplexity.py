@@ -25,4 +25,4 @@ def show_perplexity(value: float | None) -> str:
     if value is None:
         return "–"
     # 999.5 is the first that three digits would round to 1,000.
-    return f"{value:,.0f}" if 999.5 <= value < 1e7 else f"{value:.3g}"
+    return f"{value:,.0f}" if 999.5 <= value < 1e7 else f"{value:#.3g}".rstrip(".")

@@ -169,7 +169,7 @@ def test_results_are_the_statistics_of_the_runs(report, capsys):
     assert costs["sft"] == {"params": 500, "training_tokens": 4000, **checkpoint, **COSTS}
     comparison_report(report, make_comparison()).print(Console(width=200))
     printed = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["teacher"])
-    assert printed.split() == ["teacher", "75.0", "–", "4", "80.0", "70.0", "40", "1,000"]
+    assert printed.split() == ["teacher", "75.0", "–", "4.00", "80.0", "70.0", "40.0", "1,000"]
 
 
 def test_two_writes_give_equal_bytes_and_plots_of_an_earlier_report_do_not_stay(report, tmp_path):
@@ -205,7 +205,7 @@ def test_page_stands_alone_and_only_the_best_method_is_bold(report):
     assert not any("dog" in text for text in page.correct)
     # Only the best method is bold, and ties are all: both are 31.2 on the second set. The teacher is better everywhere,
     # and the chosen grid point's score is bold, too. Of perplexities the lowest is the best.
-    assert [text for text in page.bold if text] == ["31.2", "31", "41.2", "−33.8", "51.2", "31.2", "45.0"]
+    assert [text for text in page.bold if text] == ["31.2", "31.0", "41.2", "−33.8", "51.2", "31.2", "45.0"]
     text = (report / "report.md").read_text(encoding="utf-8")
     assert "**[51.2](cells/makd-seed0)** ± 1.3" in text
     assert "**[41.0]" not in text
@@ -272,16 +272,18 @@ def test_of_perplexities_the_lowest_is_the_best_everywhere(tmp_path, capsys, wri
     assert (sft["perplexity"]["average"], makd["perplexity"]["average"]) == pytest.approx((16.0, 18.0))
     assert (sft["difference_to_teacher"], sft["valid_perplexity"]) == pytest.approx((6.0, 25.0))
     assert results["windows"]["seen"] == {"scored": 9, "total": 60}
-    assert "SFT leads the next best, MAKD, by 2 points of perplexity on the average of 2 sets" in text
+    assert "SFT leads the next best, MAKD, by 2.00 points of perplexity on the average of 2 sets" in text
     assert "seen (perplexity, 9 of 60 windows)" in text
     bold = re.findall(r"\*\*\[(.+?)\]", text)
-    assert bold == ["16", "+6", "8", "27"]
+    assert bold == ["16.0", "+6.00", "8.00", "27.0"]
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert [each for each in Page(page).bold if each] == ["16", "+6", "8", "27", "25"]
+    assert [each for each in Page(page).bold if each] == ["16.0", "+6.00", "8.00", "27.0", "25.0"]
     assert "ROUGE" not in text + page
     comparison_report(tmp_path, on_text()).print(Console(width=200))
     printed = capsys.readouterr().out
-    assert ["sft", "16", "±", "0", "+6", "32", "±", "0", "8", "±", "0", "500"] in map(str.split, printed.splitlines())
+    assert ["sft", "16.0", "±", "0.00", "+6.00", "32.0", "±", "0.00", "8.00", "±", "0.00", "500"] in map(
+        str.split, printed.splitlines()
+    )
 
 
 def finding(score=ROUGE_L, **scores):
@@ -315,9 +317,9 @@ def test_finding_knows_that_a_lower_perplexity_is_better():
         return finding(score=PERPLEXITY, **{name: [value] for name, value in scores.items()})
 
     where = "on the average of 2 sets"
-    assert of(sft=20.0, kd=16.0).startswith(f"KD is 4 points of perplexity below the next best, SFT, {where};")
+    assert of(sft=20.0, kd=16.0).startswith(f"KD is 4.00 points of perplexity below the next best, SFT, {where};")
     assert of(none=15.0, sft=20.0, kd=16.0) == (
-        f"No method is below the untrained student: the best, KD, is 1 points of perplexity above it {where}."
+        f"No method is below the untrained student: the best, KD, is 1.00 points of perplexity above it {where}."
     )
-    below = "6 points of perplexity above the teacher, 884 points of perplexity below the untrained student."
-    assert of(teacher=10.0, none=900.0, kd=16.0) == f"KD reaches 16 {where}, {below}"
+    below = "6.00 points of perplexity above the teacher, 884 points of perplexity below the untrained student."
+    assert of(teacher=10.0, none=900.0, kd=16.0) == f"KD reaches 16.0 {where}, {below}"

@@ -127,7 +127,7 @@ def test_beside_scores_the_distance_from_the_teacher_is_a_second_table(tmp_path,
     report, page = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("md", "html"))
     assert "keeps 99% of its ROUGE-L" in report
     assert "## Distance from the teacher\n\n| model | nats per token | perplexity |" in report
-    assert "\n| trained | 0.25 | 12 |\n" in report
+    assert "\n| trained | 0.25 | 12.0 |\n" in report
     assert page.index("<h2>Scores</h2>") < page.index("<h2>Distance from the teacher</h2>")
 
 
