@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llmdistill.config import GenerationConfig
 from llmdistill.data.examples import Example, all_empty, no_answer
 from llmdistill.data.instruct import EncodedPrompts, Limits, encode_prompts
-from llmdistill.data.prompts import describe_prompt, resolve_prompt
+from llmdistill.data.prompts import answer_ends, describe_prompt, resolve_prompt
 from llmdistill.data.sources import read_examples
 from llmdistill.data.whole_text import WholeText
 from llmdistill.embedded import locate
@@ -206,7 +206,7 @@ def score_model(
     folder = locate(scoring.model)
     model = load_model(folder, dtype=dtype, device=world.device)
     loaded = LoadedModel(model=model, tokenizer=scoring.tokenizer)
-    kept = None if output_dir is None else _kept_answers(scoring, dtype, output_dir)
+    kept = None if output_dir is None else _kept_answers(scoring, model, output_dir)
     scores = score_sets(loaded, scoring.sets, settings, limits, predictions_dir=output_dir, kept=kept, log=log)
     of_texts = {
         name: score_windows(model, cut, batch_size=settings.batch_size, name=name)
@@ -234,20 +234,20 @@ def score_model(
     return result
 
 
-def _kept_answers(scoring: ScoringSets, dtype: torch.dtype, folder: Path) -> dict[str, KeptAnswers]:
+def _kept_answers(scoring: ScoringSets, model: PreTrainedModel, folder: Path) -> dict[str, KeptAnswers]:
     """Return the answers that outlive a stop, by the name of their set."""
-    settings = asdict(scoring.settings)
+    settings, tokenizer = asdict(scoring.settings), scoring.tokenizer
+    encoded = encode_sets(scoring.sets, tokenizer, scoring.settings, scoring.limits)
     del settings["batch_size"], settings["seeds"]  # an answer depends on its own seed alone
     request = {
         "model": fingerprint(download(locate(scoring.model))),
-        "dtype": str(dtype),
+        "dtype": str(model.dtype),
         "settings": settings,
         "limits": asdict(scoring.limits),
+        "ends": answer_ends(tokenizer, model.generation_config),
     }
+    # The tokens of the prompts, which also follow from files that the model's fingerprint does not cover.
     return {
-        name: KeptAnswers(
-            folder / f"{name}.parts",
-            {**request, "examples": content_fingerprint([prompt_row(example) for example in examples])},
-        )
-        for name, examples in scoring.sets.items()
+        name: KeptAnswers(folder / f"{name}.parts", {**request, "prompts": content_fingerprint(prompts.ids)})
+        for name, prompts in encoded.items()
     }

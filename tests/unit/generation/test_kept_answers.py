@@ -12,6 +12,7 @@ from llmdistill.generation.kept_answers import KeptAnswers
 from llmdistill.models.load import load_model
 from llmdistill.models.tokenizer import load_tokenizer
 
+TEMPLATE = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
 REQUEST = {"model": "sha256:1", "settings": {"decoding": "sample"}}
 
 
@@ -82,6 +83,25 @@ def test_answers_to_another_request_are_made_again(run, score, stop_after, chang
     assert run("new") == 130
     stop_after(None)
     assert score("new", *changed)[1] == score("else", *changed)[1]
+
+
+@pytest.mark.parametrize(("file", "before", "after"), [
+    ("generation_config.json", {"eos_token_id": 0}, {"eos_token_id": list(range(3, 9))}),
+    ("chat_template.jinja", TEMPLATE, TEMPLATE.replace("{{", "red {{")),
+])  # fmt: skip
+def test_answers_of_a_model_whose_prompt_or_end_has_changed_are_made_again(
+    teacher, run, score, stop_after, file, before, after
+):
+    write = lambda value: (teacher / file).write_text(value if isinstance(value, str) else json.dumps(value))  # noqa: E731
+    write(before)
+    first = score("before")[1]
+    stop_after(4)
+    assert run("new") == 130
+    stop_after(None)
+    write(after)
+    again = score("new")[1]
+    assert again == score("else")[1]
+    assert again != first
 
 
 def test_half_a_line_is_answered_again_and_the_seconds_go_on(tmp_path):
