@@ -171,6 +171,10 @@ class TaskData(ABC):
         """Return warnings about the data, or the teacher with this summary (None if the teacher is not scored)."""
         return []
 
+    def end_warnings(self, summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Return warnings about a trained student, from the summaries of the scored models."""
+        return []
+
     def results(
         self, summaries: Mapping[str, dict[str, Any]], log: Sequence[Mapping[str, float]], sizes: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ The score is that of STS: Spearman's rank correlation between the cosine of two 
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -49,6 +50,9 @@ from llmdistill.tasks.base import VALID, ScoredModel, ScoreTable
 from llmdistill.tasks.classification import rank_correlation
 from llmdistill.tasks.item_outputs import compute_values, scoring_forward
 from llmdistill.tasks.stored import StoredData, StoredTask, TaskFiles
+
+_LOST = 1.0
+"""Points of Spearman's correlation by which training may lower it without a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,6 +124,17 @@ class SentenceData(StoredData):
     def sentence(self, model: str, summary: Mapping[str, Any]) -> str:
         shown = "  ".join(f"{name} {value:.2f}" for name, value in summary["spearman"].items())
         return f"Spearman of the {model}: {shown or 'no test sets'}"
+
+    def end_warnings(self, summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """See TaskData: a student whose training has lowered its score, as a rate that is too high does."""
+        measured = [summaries[name]["spearman"] for name in ("untrained", "student") if name in summaries]
+        scores = [statistics.fmean(by_set.values()) for by_set in measured if by_set]
+        if len(scores) < 2 or scores[1] > scores[0] - _LOST:
+            return []
+        return [
+            f"training has lowered the student's Spearman from {scores[0]:.1f} to {scores[1]:.1f}: lower "
+            f"train.learning_rate ({self.task.config.train.learning_rate:g}), or train for more steps"
+        ]
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:
         return ScoreTable(

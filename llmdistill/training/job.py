@@ -198,7 +198,7 @@ def run_claimed(plan: Plan, data: TaskData, callbacks: Sequence[MakeCallback] = 
             teacher.release()
             free_memory(world.device)  # scoring has the room of the engine and the teacher
         score("student", trained)
-        end_warnings = measure("student", "trained", trained)
+        end_warnings = [*data.end_warnings(summaries), *measure("student", "trained", trained)]
 
     if world.is_main:
         end_warnings = [*diverged(read_metrics_log(plan.folder)), *end_warnings]

@@ -80,8 +80,6 @@ result = llmdistill.distill(
     max_length=128,
     settings={
         "student.factorize.target_params": given.size,
-        "student.factorize.weighting": "gradients",
-        "student.factorize.allocation": "loss",
         "student.factorize.calibration.examples": 256,
     },
 )

@@ -81,6 +81,19 @@ def test_the_score_is_spearmans_correlation_of_the_cosines(tmp_path):
     assert int(batch.counts()["labels"]) == 0
 
 
+@pytest.mark.parametrize(("student", "said"), [
+    ({"a": 20.0, "b": 60.0}, ["training has lowered the student's Spearman from 80.0 to 40.0: lower"]),
+    ({"a": 69.0, "b": 90.2}, []),
+])  # fmt: skip
+def test_a_student_that_its_training_has_spoiled_is_warned_of(tmp_path, student, said):
+    data = read(Sentences(run_of(tmp_path)), encoder(tmp_path / "teacher"), tmp_path)
+    summaries = {"untrained": {"spearman": {"a": 70.0, "b": 90.0}}, "student": {"spearman": student}}
+    warnings = data.end_warnings(summaries)
+    assert [text[: len(said[0])] for text in warnings] == said if said else not warnings
+    assert not data.end_warnings({"student": summaries["student"]})
+    assert not data.end_warnings({"untrained": {"spearman": {}}, "student": {"spearman": {}}})
+
+
 def test_triples_stay_together_in_every_batch(tmp_path):
     model = encoder(tmp_path / "teacher")
     rows = [("a", "b c", "d"), ("e f", "a", "b"), ("c", "c d", "a b"), ("f", "f e", "b")]
