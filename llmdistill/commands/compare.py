@@ -112,7 +112,8 @@ def compare(arguments: Sequence[str]) -> int:
             "take a table of encoders (--suite minilm-table2), or `llmdistill evaluate --suite glue`"
         )
     table = choose_methods(settings, recipe.data.kind)
-    rates = settings.learning_rates or [factor * recipe.train.learning_rate for factor in (0.5, 1.0, 2.0)]
+    usual = recipe.with_learning_rate().train.peak_learning_rate
+    rates = settings.learning_rates or [factor * usual for factor in (0.5, 1.0, 2.0)]
     # Imported here so that --help and errors in the arguments do not wait for torch.
     from llmdistill.report.comparison import comparison_report
     from llmdistill.studies.collect import collect_comparison

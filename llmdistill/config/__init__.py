@@ -15,7 +15,7 @@ from llmdistill.config.methods import MethodTable, check_names, with_teacher
 from llmdistill.config.student import CalibrationConfig, FactorizeConfig, LoraConfig, StudentConfig
 from llmdistill.config.tasks import TasksConfig
 from llmdistill.config.teacher import OneTeacher, TeacherConfig
-from llmdistill.config.training import TrainConfig
+from llmdistill.config.training import NEAR_RATE, USUAL_RATE, TrainConfig
 
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 """The DeepSpeed configuration of a run that does not name one."""
@@ -75,6 +75,13 @@ class RunConfig:
         """Return the same run with some settings of a method changed."""
         changed = replace(self.method_settings[method], **changes)
         return replace(self, method_settings={**self.method_settings, method: changed})
+
+    def with_learning_rate(self) -> RunConfig:
+        """Return the same run with its default learning rate, if none was given."""
+        if self.train.learning_rate is not None:
+            return self
+        rate = NEAR_RATE if self.student.starts_near else USUAL_RATE
+        return replace(self, train=replace(self.train, learning_rate=rate))
 
     def check_methods(self, known: MethodTable) -> None:
         """Raise a ValueError if a method is not in the table, or one of its numbers does not fit the run."""

@@ -291,6 +291,12 @@ class StudentConfig:
         return self.is_factorized and self.method == "svd" and self.factorize.weighting is None
 
     @property
+    def starts_near(self) -> bool:
+        """Whether the student starts near its teacher: it is given, or data choose what it keeps of the teacher."""
+        of_data = self.factorize.is_weighted if self.is_factorized else self.measures_importance
+        return self.model is not None or self.weighs_by_default or of_data
+
+    @property
     def measures_importance(self) -> bool:
         """Whether a student with a shape takes parts of the teacher that calibration data choose."""
         if self.model is not None or self.shape is None or self.init == "random":

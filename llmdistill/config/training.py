@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from llmdistill.config.marks import COMMON, FREE, SHARE, at_least, replaces, takes
+from llmdistill.config.marks import COMMON, FREE, SHARE, at_least, earlier_default, replaces, takes
 
 DEFAULT_STEPS = 1000
 """The number of steps if neither steps nor epochs is given."""
-
+USUAL_RATE = 5e-4
+"""The learning rate of a student that is far from its teacher, if none is given."""
+NEAR_RATE = 1e-4
+"""That of a student that starts near its teacher; a higher rate would lead it away."""
 
 MOST_LEARNING_RATE = 10.0
 """The largest learning rate: a step of AdamW changes each weight by about the rate, and weights are mostly below 1."""
@@ -38,8 +41,9 @@ class TrainConfig:
     """Sequences per optimizer step, over all ranks and accumulation steps."""
     micro_batch_size: int | None = field(default=None, metadata=FREE | COMMON | at_least(1))
     """Sequences per rank and forward pass; default: the whole share of a rank at once."""
-    learning_rate: float = field(default=5e-4, metadata=COMMON | LEARNING_RATE)
-    """Peak learning rate."""
+    learning_rate: float | None = field(default=None, metadata=COMMON | LEARNING_RATE | earlier_default(USUAL_RATE))
+    """Peak learning rate. Default: 1e-4 for a student that is given or starts by data, because it is near its teacher;
+    5e-4 for others."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
     warmup_steps: int = field(default=0, metadata=replaces("train.warmup_ratio") | at_least(0))
@@ -111,11 +115,16 @@ class TrainConfig:
                 f"train.epochs is {self.epochs} and train.steps {self.steps}: both say how long to train; leave one "
                 f"out (a recipe's is undone by --train.epochs null, or by --train.steps {DEFAULT_STEPS}, the default)"
             )
-        if self.weight_decay * self.learning_rate > 1:
+        if self.weight_decay * self.peak_learning_rate > 1:
             raise ValueError(
-                f"train.weight_decay is {self.weight_decay} and train.learning_rate {self.learning_rate}: a step takes "
-                "their product off each weight, more than all of it; give a smaller weight_decay, 0.01 is usual"
+                f"train.weight_decay is {self.weight_decay} and train.learning_rate {self.peak_learning_rate}: a step "
+                "takes their product off each weight, more than all of it; give a smaller weight_decay, 0.01 is usual"
             )
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """`learning_rate`, which is the usual one until it is settled."""
+        return USUAL_RATE if self.learning_rate is None else self.learning_rate
 
     def with_steps(self, steps: int) -> TrainConfig:
         """Return the settings for a known number of steps, with epochs, warmup_ratio and an open log_every resolved."""

@@ -72,7 +72,7 @@ def student_ds_config(
         "gradient_accumulation_steps": split.accumulation_steps,
         "gradient_clipping": settings.max_grad_norm,
         "bf16.enabled": bf16,
-        "optimizer.params.lr": settings.learning_rate,
+        "optimizer.params.lr": settings.peak_learning_rate,
         "optimizer.params.betas": list(settings.betas),
         "optimizer.params.eps": settings.eps,
         "optimizer.params.weight_decay": settings.weight_decay,
@@ -175,14 +175,15 @@ def monitor_of(engine: Any) -> Any:
 
 def learning_rate(settings: TrainConfig, step: int) -> float:
     """Return the learning rate of a step (0-based): linear warm-up, then the decay to the minimum at the last step."""
+    peak = settings.peak_learning_rate
     if step < settings.warmup_steps:
         # + 1, because a first step at a rate of 0 would be lost.
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
+        return peak * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
-        return settings.learning_rate
+        return peak
     progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
     share = 0.5 * (1 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1 - progress
-    return settings.min_learning_rate + (settings.learning_rate - settings.min_learning_rate) * share
+    return settings.min_learning_rate + (peak - settings.min_learning_rate) * share
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class SentenceData(StoredData):
             return []
         return [
             f"training has lowered the student's Spearman from {scores[0]:.1f} to {scores[1]:.1f}: lower "
-            f"train.learning_rate ({self.task.config.train.learning_rate:g}), or train for more steps"
+            f"train.learning_rate ({self.task.config.train.peak_learning_rate:g}), or train for more steps"
         ]
 
     def table(self, results: Mapping[str, Mapping[str, Any]]) -> ScoreTable:

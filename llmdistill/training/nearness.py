@@ -118,7 +118,7 @@ class Nearness:
             return (
                 "the trained student is further from its teacher than the untrained one "
                 f"({distance.divergence:.3g} nats per token, {before:.3g} before): lower train.learning_rate "
-                f"({self.plan.config.train.learning_rate:g}), or train for more steps"
+                f"({self.plan.config.train.peak_learning_rate:g}), or train for more steps"
             )
         if not distance.is_hopeless:
             return None

@@ -164,7 +164,7 @@ def make_plan(
     the configurations of other models that may not exist yet, by path. `ranks` is by default that of the launcher.
     Raises UserError if the settings are invalid or contradict each other.
     """
-    config = with_earlier_defaults(config)
+    config = with_earlier_defaults(config).with_learning_rate()
     check_settings(config)
     # From cheap to dear: the settings above, the ds_config, the models' configurations, and the tokenizers last.
     pending = pending or {}

@@ -228,7 +228,7 @@ def with_earlier_defaults(config: RunConfig) -> RunConfig:
 def finished_metrics(config: RunConfig) -> dict[str, Any] | None:
     """Return the metrics of a finished run, None if it is unfinished or lacks scores; a UserError if it is another."""
     assert config.output_dir is not None
-    folder, config = Path(config.output_dir), with_earlier_defaults(config)
+    folder, config = Path(config.output_dir), with_earlier_defaults(config).with_learning_rate()
     remedy = "remove the file, and the run is finished again"
     metrics = read_record(folder / METRICS_FILE, remedy=remedy, keys={"asked": dict})
     record = _read(folder)

@@ -66,7 +66,7 @@ def protocol_of(config: GridConfig, task: str) -> FineTuningProtocol:
     if recipe is not None:
         train = recipe.train
         of_recipe = {
-            "learning_rates": [train.learning_rate],
+            "learning_rates": [train.peak_learning_rate],
             "epochs": [train.epochs],
             "seeds": [1],
             "batch_size": train.global_batch_size,

@@ -208,7 +208,7 @@ class FiniteSteps:
 
 def end_run(trainer: Trainer, folder: Path, step: int, why: str) -> NoReturn:
     """End a run by a UserError on every rank, so that the same command goes on with a lower learning rate."""
-    record = {"step": step, "learning_rate": trainer.settings.learning_rate}
+    record = {"step": step, "learning_rate": trainer.settings.peak_learning_rate}
     on_main(lambda: write_json(folder / NOT_FINITE / ENDED, record))
     error = UserError(why)
     # All ranks raise it, so rank 0 alone says it.

@@ -113,7 +113,7 @@ def test_decay_is_that_of_transformers(schedule):
 
 def test_constant_and_minimum():
     constant, falling = TrainConfig(steps=10, schedule="constant"), TrainConfig(steps=10, min_learning_rate=1e-4)
-    assert {learning_rate(constant, step) for step in range(10)} == {constant.learning_rate}
+    assert {learning_rate(constant, step) for step in range(10)} == {constant.peak_learning_rate}
     rates = [learning_rate(falling, step) for step in range(10)]
     assert rates == sorted(rates, reverse=True)
-    assert (rates[0], rates[-1] > 1e-4) == (falling.learning_rate, True)
+    assert (rates[0], rates[-1] > 1e-4) == (falling.peak_learning_rate, True)

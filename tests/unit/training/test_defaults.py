@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig, ReformerConfig
 
-from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig
+from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig, TrainConfig
 from llmdistill.config.student import QuantizeConfig
 from llmdistill.errors import UserError
 from llmdistill.training.defaults import RUN_FILE, choose_start, settle, settle_compress
+from llmdistill.training.run_folder import with_earlier_defaults
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 LLAMA = LlamaConfig(**SIZES)
@@ -83,6 +84,26 @@ def test_other_students_have_the_plain_settings(student):
     assert start_of(settle(config_of(**student), LLAMA).config.student.factorize) == PLAIN
 
 
+@pytest.mark.parametrize(
+    ("student", "rate"),
+    [
+        ({}, 1e-4),
+        ({"model": "some/where"}, 1e-4),
+        ({"factorize": FactorizeConfig(weighting="activations")}, 1e-4),
+        ({"shape": "1x32x4", "init": "important"}, 1e-4),
+        ({"factorize": FactorizeConfig(weighting="none")}, 5e-4),
+        ({"method": "kronecker"}, 5e-4),
+        ({"shape": "1x32x4"}, 5e-4),
+    ],
+    ids=str,
+)
+def test_a_student_that_starts_near_its_teacher_learns_at_a_lower_rate(student, rate):
+    config = config_of(**student)
+    assert config.with_learning_rate().train.learning_rate == rate
+    given = replace(config, train=TrainConfig(learning_rate=0.3))
+    assert given.with_learning_rate() == given
+
+
 def test_the_number_of_examples_follows_their_length():
     settings = FactorizeConfig(target_params="60%")
     counts = [choose_start(settings, LLAMA, length)[0].calibration.examples for length in (64, 256, 512, 8192)]
@@ -117,6 +138,14 @@ def test_a_run_goes_on_with_the_start_that_it_has_recorded(tmp_path, recorded, e
     settled = settle(config_of(tmp_path, factorize=FactorizeConfig(target_params="60%")), LLAMA)
     assert start_of(settled.config.student.factorize) == expected
     assert settled.notes == []
+
+
+@pytest.mark.parametrize("recorded", [5e-4, 1e-4])
+def test_a_run_of_an_earlier_version_goes_on_with_its_learning_rate(tmp_path, recorded):
+    record = {"config": {"train": {"learning_rate": recorded}}, "inputs": {}, "ds_config": {}}
+    (tmp_path / RUN_FILE).write_text(json.dumps(record))
+    config = with_earlier_defaults(config_of(tmp_path, model="some/where"))
+    assert config.with_learning_rate().train.learning_rate == recorded
 
 
 def test_compress_weights_only_by_data():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmdistill.config import TrainConfig
 from llmdistill.tasks.distance import HOPELESS
 from llmdistill.training.nearness import Nearness, print_nearness
 
@@ -20,7 +21,7 @@ def test_a_training_that_leads_away_from_the_teacher_is_warned_of(monkeypatch, n
 
     monkeypatch.setattr(Nearness, "is_measured", True)
     nearness = object.__new__(Nearness)
-    config = SimpleNamespace(train=SimpleNamespace(learning_rate=3e-4))
+    config = SimpleNamespace(train=TrainConfig(learning_rate=3e-4))
     nearness.plan = SimpleNamespace(method=SimpleNamespace(needs_teacher=needs_teacher), config=config)
     nearness.measured = {"untrained": seen(0.369), "student": seen(trained)}
     warning = nearness.measure("student", "trained", lambda: pytest.fail("measured again"))
