@@ -33,7 +33,7 @@ def make_steps(folder, policy: str = "skip") -> FiniteSteps:
     trainer = SimpleNamespace(
         engine=SimpleNamespace(get_global_grad_norm=lambda: 1.0),
         method=SimpleNamespace(weights={"label": 1.0, "logits": 1.0}),
-        settings=SimpleNamespace(not_finite=policy, learning_rate=0.5),
+        settings=SimpleNamespace(not_finite=policy, peak_learning_rate=0.5),
         describe_origin=lambda step, _batches: f"looked at step {step}",
     )
     return FiniteSteps(trainer, folder)
