@@ -45,10 +45,16 @@ _Config = TypeVar("_Config")
 _NOT_PARSED = (ArgumentError, ValueError, TypeError, ArithmeticError, RecursionError)  # for values that do not fit
 
 
+class _RunParser(ArgumentParser):
+    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
+        # jsonargparse reads a file in the encoding of the locale; recipes are UTF-8.
+        return self.parse_string(Path(path).read_text(encoding="utf-8"), os.path.basename(path), *args, **kwargs)
+
+
 @cached_by(lambda methods: tuple(methods.items()))
 def run_parser(methods: MethodTable) -> ArgumentParser:
     """Return the parser of the main job: all settings of a run and its methods, and the flags that are not settings."""
-    parser = ArgumentParser(
+    parser = _RunParser(
         prog="llmdistill train",
         usage=f"{_COMMAND} {_USAGE}",
         exit_on_error=False,

@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import os
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -34,6 +36,16 @@ def test_command_line_wins_over_recipe_wherever_it_stands(tmp_path):
         assert config.student.factorize.target_params == 690_000_000, "it may be a bare number"
     usual = read_ds_config(parse_run([], METHODS)[0].ds_config)
     assert usual["zero_optimization"]["stage"] == 2
+
+
+def test_a_recipe_is_utf8_whatever_the_locale(tmp_path):
+    recipe = write(tmp_path / "mine.yaml", "extends: minilm/6x384  # with a §\ndata: {train: Übung.txt}\n")
+    code = "import sys; from llmdistill.config.command_line import parse_run; from llmdistill.methods import METHODS; "
+    code += "print(ascii(parse_run(['--recipe', sys.argv[1]], METHODS)[0].data.train))"
+    locale = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", code, recipe]
+    result = subprocess.run(command, env=os.environ | locale, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ascii("Übung.txt")
 
 
 def test_settings_in_python_take_keys_of_mappings():
