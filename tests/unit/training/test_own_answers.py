@@ -147,7 +147,7 @@ def test_the_answers_are_samples_of_the_handed_over_student(server, tmp_path):
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt.ids, *row.ids]])).logits[0]
             expected = logits[len(prompt.ids) - 1 : -1].log_softmax(-1)[range(len(row.ids)), row.ids]
-            torch.testing.assert_close(torch.tensor(row.log_probs), expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(row.log_probs), expected, rtol=1e-5, atol=1e-5)
     assert written[0][0].ids != written[1][0].ids  # the same prompt, another seed
     assert made.write(1, PROMPTS) == written
 
