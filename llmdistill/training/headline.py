@@ -36,6 +36,7 @@ def headline(plan: Plan, data_report: str) -> str:
     lines["Batch"] = (
         f"{train.global_batch_size} = {split.micro_batch_size} x {plan.world_size} rank(s) x "
         f"{split.accumulation_steps} accumulation step(s); {train.steps} steps in "
-        f"{str(plan.models.dtype).removeprefix('torch.')}, ZeRO-{plan.zero_stage}"
+        f"{str(plan.models.dtype).removeprefix('torch.')}, ZeRO-{plan.zero_stage}, "
+        f"learning rate {train.peak_learning_rate:g}"
     )
     return "\n".join(f"{name:12}{text}" for name, text in [*lines.items(), *(("Note", note) for note in plan.notes)])
