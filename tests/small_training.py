@@ -110,7 +110,8 @@ def make_trainer(setting: Setting, taught_by: TaughtBy = lambda live, _: live) -
     if setting.stage is None:
         train = TrainConfig()
         set_training(student, checkpointing=setting.checkpointing)
-        adamw = torch.optim.AdamW(student.parameters(), train.peak_learning_rate, train.betas, train.eps, weight_decay=0.0)
+        rate = train.peak_learning_rate
+        adamw = torch.optim.AdamW(student.parameters(), rate, train.betas, train.eps, weight_decay=0.0)
         engine = PlainEngine(student, adamw, max_grad_norm=train.max_grad_norm)
     else:
         deepspeed, train = ds_config_of(setting, world.size)
