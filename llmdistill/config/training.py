@@ -12,7 +12,7 @@ DEFAULT_STEPS = 1000
 """The number of steps if neither steps nor epochs is given."""
 USUAL_RATE = 5e-4
 """The learning rate of a student that is far from its teacher, if none is given."""
-NEAR_RATE = 1e-4
+NEAR_RATE = 5e-5
 """That of a student that starts near its teacher; a higher rate would lead it away."""
 
 MOST_LEARNING_RATE = 10.0
@@ -42,7 +42,7 @@ class TrainConfig:
     micro_batch_size: int | None = field(default=None, metadata=FREE | COMMON | at_least(1))
     """Sequences per rank and forward pass; default: the whole share of a rank at once."""
     learning_rate: float | None = field(default=None, metadata=COMMON | LEARNING_RATE | earlier_default(USUAL_RATE))
-    """Peak learning rate. Default: 1e-4 for a student that is given or starts by data, because it is near its teacher;
+    """Peak learning rate. Default: 5e-5 for a student that is given or starts by data, because it is near its teacher;
     5e-4 for others."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
