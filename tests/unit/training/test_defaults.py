@@ -7,9 +7,12 @@ import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig, ReformerConfig
 
 from llmdistill.config import CalibrationConfig, DataConfig, FactorizeConfig, RunConfig, StudentConfig, TrainConfig
+from llmdistill.config.command_line import parse_run
 from llmdistill.config.student import QuantizeConfig
 from llmdistill.errors import UserError
+from llmdistill.methods import METHODS
 from llmdistill.training.defaults import RUN_FILE, choose_start, settle, settle_compress
+from llmdistill.training.plan import make_plan
 from llmdistill.training.run_folder import with_earlier_defaults
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -102,6 +105,19 @@ def test_a_student_that_starts_near_its_teacher_learns_at_a_lower_rate(student, 
     assert config.with_learning_rate().train.learning_rate == rate
     given = replace(config, train=TrainConfig(learning_rate=0.3))
     assert given.with_learning_rate() == given
+
+
+def test_the_optimizer_and_the_record_of_a_run_have_its_default_learning_rate():
+    words = [
+        "--teacher.model",
+        "embedded:teacher",
+        "--data.train",
+        "rows.jsonl",
+        "--student.factorize.target_params",
+        "34%",
+    ]
+    plan = make_plan(parse_run(words, METHODS)[0])
+    assert plan.recorded.train.learning_rate == plan.ds_config["optimizer"]["params"]["lr"] == 5e-5
 
 
 def test_the_number_of_examples_follows_their_length():
